@@ -1,0 +1,1 @@
+//! Reliable messaging on the client side.
