@@ -1,0 +1,21 @@
+//! The broker contracts, and one adapter per product.
+//!
+//! Engines know only [`Publisher`], [`Subscriber`] and [`Delivery`]. An adapter implements them and promises every
+//! sentence of their documentation; nothing else passes between the two.
+
+mod publisher;
+mod subscriber;
+
+pub use publisher::{
+    FailureScope, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, RejectionScope,
+    Stored,
+};
+pub use subscriber::{
+    Delivery, Receipt, Rung, Settlement, Subscriber, SubscriberCapabilities, Subscription,
+    SubscriptionRequest, TopologyMode,
+};
+
+#[cfg(feature = "kafka")]
+pub mod kafka;
+#[cfg(feature = "memory")]
+pub mod memory;

@@ -1,0 +1,180 @@
+//! Consuming: subscriptions, deliveries and their settlement.
+
+use std::fmt;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+
+use crate::envelope::Incoming;
+use crate::error::Result;
+use crate::story::Origin;
+
+/// Opens subscriptions on a broker.
+pub trait Subscriber: Send + Sync + 'static {
+    /// What this subscriber can do. Constant for its lifetime.
+    fn capabilities(&self) -> SubscriberCapabilities;
+
+    /// Creates or verifies the topology as the request says, then subscribes.
+    ///
+    /// # Errors
+    /// [`NotFound`](crate::ErrorKind::NotFound) naming every source, rung or dead letter destination that is missing;
+    /// [`Configuration`](crate::ErrorKind::Configuration) when one exists with other settings, naming both values;
+    /// [`Unavailable`](crate::ErrorKind::Unavailable) naming what was tried when the broker does not answer,
+    /// within seconds.
+    fn subscribe(
+        &self,
+        request: SubscriptionRequest,
+    ) -> BoxFuture<'_, Result<Box<dyn Subscription>>>;
+}
+
+/// What a subscriber can do, as data.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SubscriberCapabilities {
+    /// Name of the product, for logs and errors.
+    pub name: &'static str,
+    /// Whether all messages of one key go to one member of the consumer at a time.
+    pub key_affinity: bool,
+    /// Whether the broker says that a delivery may have been seen before.
+    pub marks_redelivery: bool,
+}
+
+impl SubscriberCapabilities {
+    /// A subscriber without key affinity that does not mark redeliveries.
+    #[must_use]
+    pub const fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            key_affinity: false,
+            marks_redelivery: false,
+        }
+    }
+}
+
+/// What a consumer asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SubscriptionRequest {
+    /// Name of the consumer: members of one name share the messages.
+    pub consumer: String,
+    /// Where messages come from.
+    pub sources: Vec<String>,
+    /// Where failed ones wait.
+    pub rungs: Vec<Rung>,
+    /// Where dead letters go, if they go to the broker.
+    pub dead_letters: Option<String>,
+    /// Whether rungs and dead letter destination are made.
+    pub topology: TopologyMode,
+    /// Most deliveries handed over and not yet settled (at least 1).
+    pub in_flight_max: usize,
+}
+
+impl SubscriptionRequest {
+    /// A request without rungs and dead letters, verifying, with 256 deliveries in flight.
+    pub fn new(consumer: impl Into<String>, sources: Vec<String>) -> Self {
+        Self {
+            consumer: consumer.into(),
+            sources,
+            rungs: Vec::new(),
+            dead_letters: None,
+            topology: TopologyMode::default(),
+            in_flight_max: 256,
+        }
+    }
+}
+
+/// One step of a ladder at the broker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rung {
+    /// Destination that a failed message is published to.
+    pub destination: String,
+    /// How long it waits there.
+    pub delay: Duration,
+}
+
+/// What to do about rungs and the dead letter destination before subscribing. Sources are always only verified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TopologyMode {
+    /// Create what is missing, then verify.
+    #[default]
+    Create,
+    /// Fail when something is missing or different.
+    Verify,
+}
+
+/// A running subscription: a member of a consumer.
+///
+/// Rules an implementation keeps, each a case of the conformance suite:
+///
+/// 1. Every message of the sources stored before or after the subscription began is delivered at least once per
+///    consumer, until one of its deliveries is acknowledged. A consumer's first subscription begins at the oldest.
+/// 2. Messages of one source and key are first delivered in the order they are stored.
+/// 3. A message on a rung is not delivered before its `x-due-at`, and while it waits nothing else waits for it.
+/// 4. At most `in_flight_max` deliveries are unsettled at a time; the membership stays alive while
+///    [`receive`](Self::receive) is not called.
+/// 5. What is unsettled when the process dies is delivered again.
+/// 6. After a restart of the broker deliveries go on by themselves.
+pub trait Subscription: Send {
+    /// Waits for deliveries and returns 1 to `count_max` of them.
+    ///
+    /// Cancel safe: dropping the future loses nothing.
+    ///
+    /// # Errors
+    /// A transient error is a report: the caller goes on calling. Any other ends the subscription.
+    fn receive(&mut self, count_max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>>;
+
+    /// Makes settlements durable and leaves, at most until `deadline` has passed; what is unsettled then is
+    /// delivered again to somebody.
+    ///
+    /// # Errors
+    /// [`Timeout`](crate::ErrorKind::Timeout) when the broker did not answer in time.
+    fn close(self: Box<Self>, deadline: Duration) -> BoxFuture<'static, Result<()>>;
+}
+
+/// One message handed over, to be settled exactly once. Dropping it without settling releases it.
+pub struct Delivery {
+    /// The message, its story, and whether its id is missing.
+    pub incoming: Incoming,
+    /// Where it was received from: the source or a rung.
+    pub coordinates: Origin,
+    /// Whether the broker says that it may have been delivered before.
+    pub redelivered: bool,
+    /// The adapter's side of the settlement.
+    pub receipt: Box<dyn Receipt>,
+}
+
+impl fmt::Debug for Delivery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Delivery")
+            .field("incoming", &self.incoming)
+            .field("coordinates", &self.coordinates)
+            .field("redelivered", &self.redelivered)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An adapter's handle on one delivery.
+pub trait Receipt: Send + Sync {
+    /// Whether this member may still settle it: false after its partition was taken away or its channel closed.
+    ///
+    /// A delivery that is no longer current must not be started; it comes again elsewhere.
+    fn is_current(&self) -> bool;
+
+    /// Settles. On one that is no longer current this does nothing and succeeds: the message comes again.
+    ///
+    /// # Errors
+    /// The settlement may not have reached the broker; the message may come again.
+    fn settle(self: Box<Self>, settlement: Settlement) -> BoxFuture<'static, Result<()>>;
+}
+
+/// How a delivery ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Settlement {
+    /// It is dealt with: its effect, or its copy on a rung or as a dead letter, is durable.
+    Acknowledge,
+    /// It is not dealt with: deliver it again, not before the delay has passed. Counts as no attempt.
+    Release {
+        /// How long it stays away at least.
+        delay: Duration,
+    },
+}

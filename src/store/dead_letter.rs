@@ -1,0 +1,39 @@
+//! The dead letter contract: a table to keep them in.
+
+use futures_util::future::BoxFuture;
+use time::OffsetDateTime;
+
+use crate::envelope::Outgoing;
+use crate::error::Result;
+
+/// A stored dead letter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeadLetter {
+    /// Number of the entry, in order of arrival.
+    pub position: i64,
+    /// Original message and its story; `story.reason` says why it is here.
+    pub letter: Outgoing,
+    /// When it was stored, by the database's clock.
+    pub stored_at: OffsetDateTime,
+}
+
+/// Keeps dead letters in a table.
+pub trait DeadLetterStore: Send + Sync + 'static {
+    /// Stores a dead letter durably. The same message of the same consumer, stored twice with the same redrive
+    /// count, is one entry.
+    fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>>;
+
+    /// Up to `count_max` entries of a consumer after position `after`, oldest first.
+    fn list<'a>(
+        &'a self,
+        consumer: &'a str,
+        after: i64,
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<DeadLetter>>>;
+
+    /// How many entries a consumer has.
+    fn count<'a>(&'a self, consumer: &'a str) -> BoxFuture<'a, Result<u64>>;
+
+    /// Removes an entry; whether it was there.
+    fn remove(&self, position: i64) -> BoxFuture<'_, Result<bool>>;
+}

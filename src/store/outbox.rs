@@ -1,0 +1,169 @@
+//! The outbox contract: writing in the caller's transaction, reading by leased lanes, settling under a fence.
+
+use std::fmt;
+use std::future::Future;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+
+use crate::error::Result;
+use crate::lane::Lane;
+use crate::message::Message;
+use crate::story::Reason;
+
+/// Writes messages on a connection of the caller's choosing.
+pub trait Enqueue: Send + Sync + 'static {
+    /// The database's connection: a pool's, a transaction's or a savepoint's.
+    type Connection: Send;
+
+    /// Inserts validated messages in this order, in one statement where the database allows it.
+    ///
+    /// Rules: the rows exist if and only if the caller's transaction commits. Nothing is kept in memory. A statement
+    /// that fails for the message's own sake leaves the caller's transaction usable.
+    ///
+    /// Cancel safety: as the driver's; a dropped future may leave the connection mid-statement.
+    fn insert(
+        &self,
+        connection: &mut Self::Connection,
+        messages: &[Message],
+    ) -> impl Future<Output = Result<()>> + Send;
+}
+
+/// A lane held by a relay, with the fencing token that every write of the holder shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Lease {
+    /// The lane.
+    pub lane: Lane,
+    /// Grows with every change of hands.
+    pub token: i64,
+}
+
+/// Leases and reads for relays. Judged by the database's clock alone.
+pub trait OutboxStore: Send + Sync + 'static {
+    /// Name of the product, for logs and errors.
+    fn name(&self) -> &'static str;
+
+    /// Checks that the tables exist and look as they must.
+    ///
+    /// # Errors
+    /// [`NotFound`](crate::ErrorKind::NotFound) when tables are missing, [`Configuration`](crate::ErrorKind::Configuration)
+    /// when they differ, [`Unavailable`](crate::ErrorKind::Unavailable) naming what was tried when the database does
+    /// not answer, within seconds.
+    fn check(&self) -> BoxFuture<'_, Result<()>>;
+
+    /// Takes up to `count_max` lanes whose lease has ended (or never began) for `duration`, each under a new token.
+    ///
+    /// Rules: a lane has one holder at a time. Two calls in the same instant take different lanes.
+    fn lease<'a>(
+        &'a self,
+        relay: &'a str,
+        count_max: usize,
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Vec<Lease>>>;
+
+    /// Extends leases to `duration` from now and returns those that were still held.
+    ///
+    /// Rule: a lease that another relay took since is not returned and not touched.
+    fn renew<'a>(
+        &'a self,
+        leases: &'a [Lease],
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Vec<Lease>>>;
+
+    /// Ends leases at once so that others need not wait. Those no longer held are left alone.
+    fn release<'a>(&'a self, leases: &'a [Lease]) -> BoxFuture<'a, Result<()>>;
+
+    /// A reader with its own progress, for one worker.
+    fn reader(&self) -> Box<dyn OutboxReader>;
+
+    /// How many messages are pending, at most `count_max` counted.
+    fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>>;
+
+    /// How many messages are set aside (parked), at most `count_max` counted.
+    fn aside(&self, count_max: u64) -> BoxFuture<'_, Result<u64>>;
+}
+
+/// One worker's view of its lanes: strictly fetch, publish, settle, fetch again.
+pub trait OutboxReader: Send {
+    /// Reads committed messages of the leased lanes, each lane in position order from its first pending message.
+    ///
+    /// Rules: takes no row lock and keeps no transaction or connection. Returns every committed row sooner or later,
+    /// whatever the order of commits. Returns nothing of a lane whose token is no longer current.
+    fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>>;
+
+    /// Applies all verdicts in one transaction; only those under a current token.
+    ///
+    /// Cancel safety: a dropped future may or may not have applied.
+    fn settle<'a>(&'a mut self, batch: &'a SettlementBatch) -> BoxFuture<'a, Result<Settled>>;
+}
+
+/// What to read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FetchRequest {
+    /// The lanes and their tokens.
+    pub leases: Vec<Lease>,
+    /// Most rows in all.
+    pub rows_max: usize,
+    /// Most bytes in all, by stored size; one message per lane is returned however large.
+    pub bytes_max: usize,
+    /// Destinations to pass over for now.
+    pub closed: Vec<String>,
+}
+
+/// What was read.
+#[derive(Debug, Default)]
+pub struct Page {
+    /// Rows, each lane in position order.
+    pub rows: Vec<PendingMessage>,
+    /// Whether a limit cut it: more may be waiting.
+    pub full: bool,
+}
+
+/// A pending row.
+#[derive(Clone, PartialEq)]
+pub struct PendingMessage {
+    /// Its lane.
+    pub lane: Lane,
+    /// Its position: unique, and in insertion order within a lane.
+    pub position: i64,
+    /// The message.
+    pub message: Message,
+}
+
+impl fmt::Debug for PendingMessage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{} {:?}", self.lane, self.position, self.message.id)
+    }
+}
+
+/// What a relay decided about rows it published.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SettlementBatch {
+    /// The leases under which it was read.
+    pub leases: Vec<Lease>,
+    /// Lane, position and verdict of each row that changes. Rows without one stay pending, untouched.
+    pub verdicts: Vec<(Lane, i64, Verdict)>,
+}
+
+/// What becomes of a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// The broker has it: delete.
+    Confirmed,
+    /// It can never be sent as it is: set aside with its reason, for an operator.
+    Parked {
+        /// Reason code.
+        reason: Reason,
+        /// Error text, at most 1 KiB, without NUL.
+        error: String,
+    },
+}
+
+/// What the settlement changed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Settled {
+    /// Rows changed.
+    pub applied: usize,
+    /// Rows left alone because the lease had changed hands (or somebody removed them).
+    pub fenced: usize,
+}
