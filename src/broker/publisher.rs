@@ -1,5 +1,6 @@
 //! Publishing: batches in, one outcome per message out.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -53,6 +54,28 @@ pub trait Publisher: Send + Sync + 'static {
     /// # Errors
     /// [`Timeout`](crate::ErrorKind::Timeout) when something was still unconfirmed at the deadline.
     fn close(&self, deadline: Duration) -> BoxFuture<'_, Result<()>>;
+}
+
+impl<P: Publisher + ?Sized> Publisher for Arc<P> {
+    fn capabilities(&self) -> PublisherCapabilities {
+        (**self).capabilities()
+    }
+
+    fn publish<'a>(&'a self, batch: &'a [Outgoing]) -> BoxFuture<'a, Vec<PublishOutcome>> {
+        (**self).publish(batch)
+    }
+
+    fn scope<'a>(&self, destination: &'a str) -> &'a str {
+        (**self).scope(destination)
+    }
+
+    fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
+        (**self).check(destinations)
+    }
+
+    fn close(&self, deadline: Duration) -> BoxFuture<'_, Result<()>> {
+        (**self).close(deadline)
+    }
 }
 
 /// What a publisher can do, as data.

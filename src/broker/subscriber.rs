@@ -1,6 +1,7 @@
 //! Consuming: subscriptions, deliveries and their settlement.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -25,6 +26,19 @@ pub trait Subscriber: Send + Sync + 'static {
         &self,
         request: SubscriptionRequest,
     ) -> BoxFuture<'_, Result<Box<dyn Subscription>>>;
+}
+
+impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
+    fn capabilities(&self) -> SubscriberCapabilities {
+        (**self).capabilities()
+    }
+
+    fn subscribe(
+        &self,
+        request: SubscriptionRequest,
+    ) -> BoxFuture<'_, Result<Box<dyn Subscription>>> {
+        (**self).subscribe(request)
+    }
 }
 
 /// What a subscriber can do, as data.
@@ -61,8 +75,8 @@ pub struct SubscriptionRequest {
     pub sources: Vec<String>,
     /// Where failed ones wait.
     pub rungs: Vec<Rung>,
-    /// Where dead letters go, if they go to the broker.
-    pub dead_letters: Option<String>,
+    /// Where dead letters go, as far as they go to the broker.
+    pub dead_letters: Vec<String>,
     /// Whether rungs and dead letter destination are made.
     pub topology: TopologyMode,
     /// Most deliveries handed over and not yet settled (at least 1).
@@ -76,7 +90,7 @@ impl SubscriptionRequest {
             consumer: consumer.into(),
             sources,
             rungs: Vec::new(),
-            dead_letters: None,
+            dead_letters: Vec::new(),
             topology: TopologyMode::default(),
             in_flight_max: 256,
         }

@@ -1,9 +1,10 @@
 //! The inbox contract: the message id, recorded in the transaction of the work.
 
+use std::error::Error as StdError;
 use std::future::Future;
 use std::time::Duration;
 
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::message::MessageId;
 
 /// Whether a message is new to a consumer.
@@ -60,6 +61,10 @@ pub trait InboxStore: Send + Sync + 'static {
     ///
     /// Not cancel safe: run it to its end.
     fn rollback(&self, transaction: Self::Transaction) -> impl Future<Output = Result<()>> + Send;
+
+    /// What a driver error of this database means, wherever it stands in the chain of `error`'s sources; `None` when
+    /// there is none. Decided by code, never by text.
+    fn kind_of(&self, error: &(dyn StdError + 'static)) -> Option<ErrorKind>;
 
     /// Deletes up to `rows_max` records older than `age`, in a transaction of its own, and returns how many.
     fn clean_up(&self, age: Duration, rows_max: usize) -> impl Future<Output = Result<u64>> + Send;

@@ -1,0 +1,205 @@
+//! Settings of a consumer, checked once at start.
+
+use std::time::Duration;
+
+use crate::backoff::{DelayPolicy, Jitter};
+use crate::broker::TopologyMode;
+use crate::error::{Error, Result};
+
+/// What happens to a message without a usable id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MissingId {
+    /// It becomes a dead letter with reason `missing-id`.
+    #[default]
+    DeadLetter,
+    /// Its place at the broker (topic, partition, offset) is its id: a copy published again is another message.
+    BrokerCoordinates,
+}
+
+/// Settings of a [`Consumer`](super::Consumer).
+#[derive(Debug, Clone)]
+pub struct ConsumerConfig {
+    pub(super) concurrency: usize,
+    pub(super) in_flight_max: usize,
+    pub(super) in_flight_bytes_max: usize,
+    pub(super) handler_timeout: Duration,
+    pub(super) shutdown_deadline: Duration,
+    pub(super) backoff: DelayPolicy,
+    pub(super) topology: TopologyMode,
+    pub(super) missing_id: MissingId,
+    pub(super) inbox_retention: Duration,
+}
+
+impl Default for ConsumerConfig {
+    fn default() -> Self {
+        Self {
+            concurrency: 8,
+            in_flight_max: 256,
+            in_flight_bytes_max: 64 * 1_024 * 1_024,
+            handler_timeout: Duration::from_secs(60),
+            shutdown_deadline: Duration::from_secs(30),
+            backoff: DelayPolicy::exponential(Duration::from_millis(100))
+                .with_jitter(Jitter::Equal)
+                .with_cap(Duration::from_secs(10)),
+            topology: TopologyMode::Create,
+            missing_id: MissingId::DeadLetter,
+            inbox_retention: Duration::from_secs(30 * 86_400),
+        }
+    }
+}
+
+impl ConsumerConfig {
+    /// Handlers at a time, of different keys (default 8). Give the pool at least as many connections.
+    #[must_use]
+    pub fn with_concurrency(mut self, handlers: usize) -> Self {
+        self.concurrency = handlers;
+        self
+    }
+
+    /// Deliveries taken and not yet settled (default 256).
+    #[must_use]
+    pub fn with_in_flight_max(mut self, deliveries: usize) -> Self {
+        self.in_flight_max = deliveries;
+        self
+    }
+
+    /// Bytes of deliveries taken and not yet settled (default 64 MiB); one delivery is always taken.
+    #[must_use]
+    pub fn with_in_flight_bytes_max(mut self, bytes: usize) -> Self {
+        self.in_flight_bytes_max = bytes;
+        self
+    }
+
+    /// How long a handler may take (default 60 s); then it has failed, and its connection is closed.
+    #[must_use]
+    pub fn with_handler_timeout(mut self, timeout: Duration) -> Self {
+        self.handler_timeout = timeout;
+        self
+    }
+
+    /// How long a stop waits for running handlers (default 30 s). What is unfinished then comes again.
+    #[must_use]
+    pub fn with_shutdown_deadline(mut self, deadline: Duration) -> Self {
+        self.shutdown_deadline = deadline;
+        self
+    }
+
+    /// Delays while the database is away or a copy is not confirmed (default 100 ms doubling to 10 s).
+    #[must_use]
+    pub fn with_backoff(mut self, backoff: DelayPolicy) -> Self {
+        self.backoff = backoff;
+        self
+    }
+
+    /// Whether rungs and dead letter destinations are created or only verified (default created).
+    #[must_use]
+    pub fn with_topology(mut self, topology: TopologyMode) -> Self {
+        self.topology = topology;
+        self
+    }
+
+    /// The rule for messages without a usable id (default dead letter).
+    #[must_use]
+    pub fn with_missing_id(mut self, rule: MissingId) -> Self {
+        self.missing_id = rule;
+        self
+    }
+
+    /// How long ids are remembered (default 30 days). Must be longer than the source keeps messages plus the whole
+    /// ladder, or a late copy has its effect twice.
+    #[must_use]
+    pub fn with_inbox_retention(mut self, retention: Duration) -> Self {
+        self.inbox_retention = retention;
+        self
+    }
+
+    /// Refuses what would break a promise.
+    pub(super) fn validate(&self, ladder: Duration) -> Result<()> {
+        at_least("concurrency", self.concurrency, 1, 10_000)?;
+        at_least(
+            "in_flight_max",
+            self.in_flight_max,
+            self.concurrency,
+            1_000_000,
+        )?;
+        at_least(
+            "in_flight_bytes_max",
+            self.in_flight_bytes_max,
+            1,
+            usize::MAX,
+        )?;
+        if self.handler_timeout.is_zero() {
+            return Err(Error::configuration(
+                "handler_timeout",
+                "more than zero",
+                "0",
+            ));
+        }
+        if self.inbox_retention <= ladder {
+            return Err(Error::configuration(
+                "inbox_retention",
+                format!("longer than the whole ladder ({ladder:?})"),
+                format!("{:?}", self.inbox_retention),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn at_least(field: &'static str, value: usize, least: usize, most: usize) -> Result<()> {
+    if (least..=most).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::configuration(
+        field,
+        format!("{least} to {most}"),
+        value.to_string(),
+    ))
+}
+
+/// What a consumer's name must look like: it becomes part of topic and queue names.
+pub(super) fn validate_name(name: &str) -> Result<()> {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+    if (1..=100).contains(&name.len()) && name.bytes().all(plain) {
+        return Ok(());
+    }
+    Err(Error::configuration(
+        "consumer name",
+        "1 to 100 of a-z, A-Z, 0-9, '.', '_' and '-'",
+        name,
+    ))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_that_break_a_promise_are_refused_by_name() {
+        let hour = Duration::from_secs(3600);
+        let refused = |config: ConsumerConfig| {
+            let error = config.validate(hour).unwrap_err();
+            error.violation().unwrap().field
+        };
+        let config = ConsumerConfig::default;
+        assert_eq!(refused(config().with_concurrency(0)), "concurrency");
+        assert_eq!(refused(config().with_in_flight_max(7)), "in_flight_max");
+        assert_eq!(
+            refused(config().with_in_flight_bytes_max(0)),
+            "in_flight_bytes_max"
+        );
+        assert_eq!(
+            refused(config().with_handler_timeout(Duration::ZERO)),
+            "handler_timeout"
+        );
+        assert_eq!(
+            refused(config().with_inbox_retention(hour)),
+            "inbox_retention"
+        );
+        config().validate(hour).unwrap();
+        assert!(validate_name("billing-2.eu").is_ok());
+        assert!(validate_name("").is_err());
+        assert!(validate_name("a b").is_err());
+    }
+}

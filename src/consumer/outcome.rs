@@ -1,0 +1,116 @@
+//! What a handler says: outcomes are words, and a failure is what an operator will read.
+
+use std::any::Any;
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+/// How a handler ended. Only `Done` and `Skip` commit.
+#[derive(Debug)]
+pub enum Outcome {
+    /// The work is done: commit and acknowledge.
+    Done,
+    /// There is nothing to do: commit and acknowledge.
+    Skip,
+    /// It failed: roll back and try again on the next rung. What an error becomes by default.
+    Retry(Failure),
+    /// It failed: roll back and try again on the first rung that waits at least this long.
+    RetryAfter(Duration, Failure),
+    /// It can never work: roll back; the message becomes a dead letter at once.
+    Permanent(Failure),
+}
+
+/// `Ok` is [`Outcome::Done`], an error is [`Outcome::Retry`]: a handler may return a plain `Result<(), E>`.
+impl<E: Into<Failure>> From<Result<(), E>> for Outcome {
+    fn from(result: Result<(), E>) -> Self {
+        match result {
+            Ok(()) => Self::Done,
+            Err(error) => Self::Retry(error.into()),
+        }
+    }
+}
+
+/// Why a handler failed. Made from any error, so `?` works in a handler.
+pub struct Failure {
+    class: &'static str,
+    text: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+impl Failure {
+    /// A failure described in words. Keep personal data out of it: it travels in `x-last-error`.
+    pub fn new(text: impl Into<String>) -> Self {
+        Self {
+            class: "handler",
+            text: text.into(),
+            source: None,
+        }
+    }
+
+    pub(crate) fn panic(payload: &(dyn Any + Send)) -> Self {
+        let text = payload
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_owned())
+            .or_else(|| payload.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "a panic without a text".to_owned());
+        Self {
+            class: "panic",
+            text,
+            source: None,
+        }
+    }
+
+    pub(crate) fn timeout(limit: Duration) -> Self {
+        Self {
+            class: "timeout",
+            text: format!("the handler did not end within {limit:?}"),
+            source: None,
+        }
+    }
+
+    /// `handler`, `panic` or `timeout`.
+    #[must_use]
+    pub fn class(&self) -> &'static str {
+        self.class
+    }
+
+    /// The error it was made from.
+    #[must_use]
+    pub fn source(&self) -> Option<&(dyn StdError + Send + Sync + 'static)> {
+        self.source.as_deref()
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl fmt::Debug for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.class, self.text)
+    }
+}
+
+/// The text is the error's and those of its sources, joined by `: `.
+impl<E: StdError + Send + Sync + 'static> From<E> for Failure {
+    fn from(error: E) -> Self {
+        let mut text = error.to_string();
+        let mut next = error.source();
+        while let Some(cause) = next {
+            let cause_text = cause.to_string();
+            // Many errors print their source themselves.
+            if !text.contains(&cause_text) {
+                text.push_str(": ");
+                text.push_str(&cause_text);
+            }
+            next = cause.source();
+        }
+        Self {
+            class: "handler",
+            text,
+            source: Some(Box::new(error)),
+        }
+    }
+}

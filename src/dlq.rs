@@ -1,0 +1,128 @@
+//! Dead letters: where messages end that cannot be handled, each with its reason.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::broker::{PublishOutcome, Publisher, RejectionScope};
+use crate::envelope::Outgoing;
+use crate::error::{Error, Result};
+use crate::ladder::fill;
+use crate::store::DeadLetterStore;
+
+/// Where a consumer's dead letters go.
+#[derive(Clone)]
+pub struct DeadLetters {
+    template: Option<String>,
+    table: Option<Arc<dyn DeadLetterStore>>,
+}
+
+impl fmt::Debug for DeadLetters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeadLetters")
+            .field("template", &self.template)
+            .field("table", &self.table.is_some())
+            .finish()
+    }
+}
+
+impl DeadLetters {
+    /// Name of the destination unless another template is set.
+    pub const TEMPLATE_DEFAULT: &str = "{topic}.{consumer}.DLQ";
+
+    /// A destination at the broker, per topic and consumer.
+    #[must_use]
+    pub fn topic() -> Self {
+        Self {
+            template: Some(Self::TEMPLATE_DEFAULT.to_owned()),
+            table: None,
+        }
+    }
+
+    /// A table in a database.
+    pub fn table(store: impl DeadLetterStore) -> Self {
+        Self {
+            template: None,
+            table: Some(Arc::new(store)),
+        }
+    }
+
+    /// Also a table: a letter counts as stored when both have it.
+    #[must_use]
+    pub fn and_table(mut self, store: impl DeadLetterStore) -> Self {
+        self.table = Some(Arc::new(store));
+        self
+    }
+
+    /// Names the broker's destination otherwise; `{topic}` and `{consumer}` are filled in.
+    #[must_use]
+    pub fn with_template(mut self, template: impl Into<String>) -> Self {
+        self.template = Some(template.into());
+        self
+    }
+
+    /// The destination at the broker, if letters go there.
+    #[must_use]
+    pub fn destination(&self, topic: &str, consumer: &str) -> Option<String> {
+        self.template
+            .as_deref()
+            .map(|template| fill(template, topic, consumer))
+    }
+
+    /// Stores a letter in every place asked for. Safe to repeat after an error: a repeat may leave a second copy at
+    /// the broker, with the same message id.
+    pub(crate) async fn bury(
+        &self,
+        publisher: &dyn Publisher,
+        topic: &str,
+        consumer: &str,
+        letter: Outgoing,
+    ) -> Result<()> {
+        if let Some(table) = &self.table {
+            table.put(&letter).await?;
+        }
+        if let Some(destination) = self.destination(topic, consumer) {
+            send_copy(publisher, destination, letter).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Publishes a copy with its story; where the message leaves no room for the story, with the least of it.
+///
+/// # Errors
+/// When the copy was not confirmed; the caller must not acknowledge the original.
+pub(crate) async fn send_copy(
+    publisher: &dyn Publisher,
+    destination: String,
+    mut copy: Outgoing,
+) -> Result<()> {
+    copy.message.destination = destination;
+    match send(publisher, &copy).await {
+        Err((Some(RejectionScope::Message), _)) => {
+            copy.story = copy.story.shrunk();
+            send(publisher, &copy).await
+        }
+        result => result,
+    }
+    .map_err(|(_, error)| error)
+}
+
+async fn send(
+    publisher: &dyn Publisher,
+    copy: &Outgoing,
+) -> Result<(), (Option<RejectionScope>, Error)> {
+    let mut outcomes = publisher.publish(std::slice::from_ref(copy)).await;
+    match outcomes.pop() {
+        Some(PublishOutcome::Confirmed) => Ok(()),
+        Some(PublishOutcome::Rejected { scope, error }) => Err((Some(scope), error)),
+        Some(PublishOutcome::Failed { error, .. }) => Err((None, error)),
+        None => Err((
+            None,
+            Error::new(
+                crate::ErrorKind::Other,
+                "publish",
+                "no outcome was returned",
+            ),
+        )),
+    }
+}

@@ -1,0 +1,316 @@
+//! The ladder: what comes after a failed attempt. Pure decisions; the consumer carries them out.
+
+use std::time::Duration;
+
+use time::OffsetDateTime;
+
+use crate::broker::Rung;
+use crate::clock;
+use crate::error::{Error, Result};
+use crate::story::{Reason, Story};
+
+/// Rungs of growing delay between attempts. A message climbs one rung per failure; after the last it is a dead letter.
+///
+/// While a message waits on a rung, later messages of its key go on: order per key ends at the first failure.
+///
+/// ```
+/// use std::time::Duration;
+/// use relaybox::ladder::Ladder;
+///
+/// let ladder = Ladder::rungs([5, 60, 600].map(Duration::from_secs));
+/// let names: Vec<String> = ladder.rungs_of("orders", "billing").into_iter().map(|r| r.destination).collect();
+/// assert_eq!(names, ["orders.billing.retry.5s", "orders.billing.retry.1m", "orders.billing.retry.10m"]);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ladder {
+    delays: Vec<Duration>,
+    template: String,
+}
+
+/// Most rungs a ladder has.
+const RUNGS_MAX: usize = 32;
+
+/// What to do with a failed message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Wait on this rung; the story holds the due time.
+    Climb { destination: String, story: Story },
+    /// End as a dead letter; the story holds the reason.
+    Bury { story: Story },
+}
+
+/// How a failed attempt asked to go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ask {
+    /// The next rung.
+    Next,
+    /// The first rung that waits at least this long, else the longest.
+    After(Duration),
+    /// No further attempt.
+    Never,
+}
+
+impl Ladder {
+    /// Name of a rung unless another template is set.
+    pub const TEMPLATE_DEFAULT: &str = "{topic}.{consumer}.retry.{delay}";
+
+    /// A rung per delay, climbed in this order.
+    pub fn rungs(delays: impl IntoIterator<Item = Duration>) -> Self {
+        Self {
+            delays: delays.into_iter().collect(),
+            template: Self::TEMPLATE_DEFAULT.to_owned(),
+        }
+    }
+
+    /// No second attempt: the first failure makes a dead letter.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::rungs([])
+    }
+
+    /// Names rungs otherwise. `{topic}`, `{consumer}` and `{delay}` are filled in; `{delay}` must be there.
+    #[must_use]
+    pub fn with_template(mut self, template: impl Into<String>) -> Self {
+        self.template = template.into();
+        self
+    }
+
+    /// The rungs for failures of `consumer` on `topic`.
+    #[must_use]
+    pub fn rungs_of(&self, topic: &str, consumer: &str) -> Vec<Rung> {
+        self.delays
+            .iter()
+            .map(|&delay| Rung {
+                destination: self.destination(topic, consumer, delay),
+                delay,
+            })
+            .collect()
+    }
+
+    /// How long a message that fails every time spends on rungs.
+    #[must_use]
+    pub fn duration(&self) -> Duration {
+        self.delays
+            .iter()
+            .fold(Duration::ZERO, |sum, delay| sum.saturating_add(*delay))
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.delays.len() > RUNGS_MAX {
+            return Err(Error::configuration(
+                "ladder rungs",
+                format!("at most {RUNGS_MAX}"),
+                self.delays.len().to_string(),
+            ));
+        }
+        for (at, delay) in self.delays.iter().enumerate() {
+            if delay.is_zero() || *delay > Duration::from_secs(7 * 86_400) {
+                return Err(Error::configuration(
+                    "ladder delay",
+                    "more than zero and at most 7 days",
+                    format!("{delay:?}"),
+                ));
+            }
+            if delay.subsec_nanos() % 1_000_000 != 0 || self.delays[..at].contains(delay) {
+                return Err(Error::configuration(
+                    "ladder delay",
+                    "whole milliseconds, each delay once",
+                    format!("{delay:?}"),
+                ));
+            }
+        }
+        if !self.delays.is_empty() && !self.template.contains("{delay}") {
+            return Err(Error::configuration(
+                "ladder template",
+                "a name with {delay} in it",
+                &self.template,
+            ));
+        }
+        Ok(())
+    }
+
+    /// Decides the next step of a message whose failure `story` already tells (so its count is at least 1).
+    pub(crate) fn step(
+        &self,
+        topic: &str,
+        consumer: &str,
+        story: Story,
+        ask: Ask,
+        now: OffsetDateTime,
+    ) -> Step {
+        let failures = usize::try_from(story.retry_count).unwrap_or(usize::MAX);
+        let delay = match ask {
+            Ask::Never => {
+                let story = story.dead(Reason::new(Reason::PERMANENT));
+                return Step::Bury { story };
+            }
+            // The number of attempts is the same whatever delays were asked for.
+            _ if failures > self.delays.len() => None,
+            Ask::Next => self.delays.get(failures.saturating_sub(1)),
+            Ask::After(least) => {
+                let enough = self.delays.iter().filter(|delay| **delay >= least).min();
+                enough.or(self.delays.iter().max())
+            }
+        };
+        match delay {
+            Some(&delay) => Step::Climb {
+                destination: self.destination(topic, consumer, delay),
+                story: story.due(clock::add(now, delay)),
+            },
+            None => Step::Bury {
+                story: story.dead(Reason::new(Reason::RETRIES_EXHAUSTED)),
+            },
+        }
+    }
+
+    fn destination(&self, topic: &str, consumer: &str, delay: Duration) -> String {
+        fill(&self.template, topic, consumer).replace("{delay}", &spoken(delay))
+    }
+}
+
+/// Fills `{topic}` and `{consumer}` of a name template.
+pub(crate) fn fill(template: &str, topic: &str, consumer: &str) -> String {
+    template
+        .replace("{consumer}", consumer)
+        .replace("{topic}", topic)
+}
+
+/// A delay as people write it: `250ms`, `5s`, `1m`, `10m`, `2h`, `1d`; the largest unit that divides it.
+fn spoken(delay: Duration) -> String {
+    let ms = delay.as_millis();
+    let units = [
+        (86_400_000, "d"),
+        (3_600_000, "h"),
+        (60_000, "m"),
+        (1_000, "s"),
+    ];
+    units
+        .iter()
+        .find(|(unit, _)| ms >= *unit && ms.is_multiple_of(*unit))
+        .map_or_else(
+            || format!("{ms}ms"),
+            |(unit, name)| format!("{}{name}", ms / unit),
+        )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::story::Origin;
+    use time::macros::datetime;
+
+    const NOW: OffsetDateTime = datetime!(2026-01-05 10:00 UTC);
+
+    fn ladder() -> Ladder {
+        Ladder::rungs([5, 60, 600].map(Duration::from_secs))
+    }
+
+    fn failed(times: u32) -> Story {
+        let origin = Origin {
+            topic: "orders".into(),
+            partition: None,
+            offset: None,
+        };
+        (0..times).fold(Story::default(), |story, _| {
+            story.failed("billing", &origin, "e", "t", NOW)
+        })
+    }
+
+    fn rung(times: u32, ask: Ask) -> Option<String> {
+        match ladder().step("orders", "billing", failed(times), ask, NOW) {
+            Step::Climb { destination, .. } => Some(destination),
+            Step::Bury { .. } => None,
+        }
+    }
+
+    #[test]
+    fn each_failure_is_one_rung_and_then_the_end() {
+        assert_eq!(
+            rung(1, Ask::Next).as_deref(),
+            Some("orders.billing.retry.5s")
+        );
+        assert_eq!(
+            rung(2, Ask::Next).as_deref(),
+            Some("orders.billing.retry.1m")
+        );
+        assert_eq!(
+            rung(3, Ask::Next).as_deref(),
+            Some("orders.billing.retry.10m")
+        );
+        assert_eq!(rung(4, Ask::Next), None);
+        assert_eq!(rung(1, Ask::Never), None);
+    }
+
+    #[test]
+    fn an_asked_delay_is_rounded_up_to_a_rung_and_uses_up_an_attempt() {
+        let after = |seconds| Ask::After(Duration::from_secs(seconds));
+        assert_eq!(
+            rung(1, after(6)).as_deref(),
+            Some("orders.billing.retry.1m")
+        );
+        assert_eq!(
+            rung(3, after(0)).as_deref(),
+            Some("orders.billing.retry.5s")
+        );
+        assert_eq!(
+            rung(2, after(9_999)).as_deref(),
+            Some("orders.billing.retry.10m")
+        );
+        assert_eq!(rung(4, after(1)), None);
+    }
+
+    #[test]
+    fn the_story_says_when_it_is_due_or_why_it_is_dead() {
+        let Step::Climb { story, .. } = ladder().step("t", "c", failed(2), Ask::Next, NOW) else {
+            unreachable!()
+        };
+        assert_eq!(story.due_at, Some(datetime!(2026-01-05 10:01 UTC)));
+        let Step::Bury { story } = ladder().step("t", "c", failed(4), Ask::Next, NOW) else {
+            unreachable!()
+        };
+        assert_eq!(
+            story.reason.as_ref().map(Reason::as_str),
+            Some("retries-exhausted")
+        );
+        assert_eq!(story.due_at, None);
+        let Step::Bury { story } = ladder().step("t", "c", failed(1), Ask::Never, NOW) else {
+            unreachable!()
+        };
+        assert_eq!(story.reason.as_ref().map(Reason::as_str), Some("permanent"));
+    }
+
+    #[test]
+    fn delays_are_spoken_in_their_largest_unit() {
+        let names: Vec<String> = [250, 5_000, 60_000, 90_000, 7_200_000, 86_400_000]
+            .map(Duration::from_millis)
+            .map(spoken)
+            .into();
+        assert_eq!(names, ["250ms", "5s", "1m", "90s", "2h", "1d"]);
+    }
+
+    #[test]
+    fn a_template_is_one_setting() {
+        let ladder = ladder().with_template("{topic}.retry.{delay}");
+        assert_eq!(
+            ladder.rungs_of("orders", "billing")[0].destination,
+            "orders.retry.5s"
+        );
+    }
+
+    #[test]
+    fn settings_that_make_no_ladder_are_refused() {
+        let bad = [
+            Ladder::rungs([Duration::ZERO]),
+            Ladder::rungs([Duration::from_micros(1500)]),
+            Ladder::rungs([Duration::from_secs(5), Duration::from_secs(5)]),
+            Ladder::rungs([Duration::MAX]),
+            Ladder::rungs((1..40).map(Duration::from_secs)),
+            ladder().with_template("{topic}.retry"),
+        ];
+        for ladder in bad {
+            assert!(ladder.validate().is_err(), "{ladder:?}");
+        }
+        assert!(ladder().validate().is_ok());
+        assert!(Ladder::none().validate().is_ok());
+    }
+}

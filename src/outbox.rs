@@ -1,0 +1,60 @@
+//! The outbox: a message becomes a row in the caller's own transaction.
+
+use crate::broker::PublisherCapabilities;
+use crate::error::Result;
+use crate::message::{Limits, Message};
+use crate::store::Enqueue;
+
+/// Writes messages beside business data.
+///
+/// The row exists if and only if the caller's transaction commits, savepoints included. Nothing is kept in memory, so
+/// one `Outbox` may be shared by all tasks and a rolled-back call leaves no trace.
+#[derive(Debug, Clone)]
+pub struct Outbox<S> {
+    store: S,
+    limits: Limits,
+}
+
+impl<S: Enqueue> Outbox<S> {
+    /// An outbox in `store`, with the default [`Limits`].
+    pub fn new(store: S) -> Self {
+        Self {
+            store,
+            limits: Limits::default(),
+        }
+    }
+
+    /// Takes the limits of the publisher that will send the messages, so that what it would refuse is refused here.
+    #[must_use]
+    pub fn with_limits_of(mut self, publisher: &PublisherCapabilities) -> Self {
+        self.limits = publisher.limits;
+        self
+    }
+
+    /// Enqueues one message on the caller's connection, transaction or savepoint.
+    ///
+    /// # Errors
+    /// [`Invalid`](crate::ErrorKind::Invalid) naming field, limit and value, before anything is sent to the database:
+    /// the caller's transaction stays usable. Otherwise the database's error.
+    pub async fn enqueue(&self, connection: &mut S::Connection, message: Message) -> Result<()> {
+        self.enqueue_all(connection, &[message]).await
+    }
+
+    /// Enqueues many messages in this order, in one statement where the database allows it: prefer it to a loop.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue); one invalid message refuses all.
+    pub async fn enqueue_all(
+        &self,
+        connection: &mut S::Connection,
+        messages: &[Message],
+    ) -> Result<()> {
+        for message in messages {
+            message.validate(&self.limits)?;
+        }
+        if messages.is_empty() {
+            return Ok(());
+        }
+        self.store.insert(connection, messages).await
+    }
+}

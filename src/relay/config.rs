@@ -1,0 +1,188 @@
+//! Settings of a relay, checked once at start.
+
+use std::time::Duration;
+
+use crate::backoff::{DelayPolicy, Jitter};
+use crate::broker::PublisherCapabilities;
+use crate::error::{Error, Result};
+
+/// Spare time between the publish deadline and the end of a lease, for the settling statement.
+pub(super) const LEASE_MARGIN: Duration = Duration::from_secs(1);
+
+/// How a relay keeps order on a publisher whose failures leave gaps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OrderMode {
+    /// One unconfirmed message per (scope, key) unless the publisher is a `Prefix` one.
+    #[default]
+    Strict,
+    /// Everything pipelined; after a failure later messages of a key may be first.
+    Relaxed,
+}
+
+/// Settings of a [`Relay`](super::Relay).
+#[derive(Debug, Clone)]
+pub struct RelayConfig {
+    pub(super) name: String,
+    pub(super) workers: usize,
+    pub(super) batch_rows_max: usize,
+    pub(super) batch_bytes_max: usize,
+    pub(super) lease: Duration,
+    pub(super) idle_poll_max: Duration,
+    pub(super) shutdown_deadline: Duration,
+    pub(super) backoff: DelayPolicy,
+    pub(super) order: OrderMode,
+}
+
+impl Default for RelayConfig {
+    fn default() -> Self {
+        Self {
+            name: format!("relay-{}", uuid::Uuid::now_v7()),
+            workers: 1,
+            batch_rows_max: 1_000,
+            batch_bytes_max: 16 * 1_024 * 1_024,
+            lease: Duration::from_secs(60),
+            idle_poll_max: Duration::from_millis(200),
+            shutdown_deadline: Duration::from_secs(40),
+            backoff: DelayPolicy::exponential(Duration::from_millis(100))
+                .with_jitter(Jitter::Equal)
+                .with_cap(Duration::from_secs(10)),
+            order: OrderMode::Strict,
+        }
+    }
+}
+
+impl RelayConfig {
+    /// Name of this relay in the lease table, for people (default random). Two relays may share it.
+    #[must_use]
+    pub fn with_name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Workers over disjoint lanes (default 1, at most the number of lanes).
+    #[must_use]
+    pub fn with_workers(mut self, workers: usize) -> Self {
+        self.workers = workers;
+        self
+    }
+
+    /// Most rows in a batch (default 1,000).
+    #[must_use]
+    pub fn with_batch_rows_max(mut self, rows: usize) -> Self {
+        self.batch_rows_max = rows;
+        self
+    }
+
+    /// Most bytes in a batch (default 16 MiB).
+    #[must_use]
+    pub fn with_batch_bytes_max(mut self, bytes: usize) -> Self {
+        self.batch_bytes_max = bytes;
+        self
+    }
+
+    /// How long a lane stays ours without renewal (default 60 s): how long a killed relay's lanes wait.
+    ///
+    /// Must exceed the publisher's deadline by more than one second.
+    #[must_use]
+    pub fn with_lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// Longest pause between polls when nothing is pending (default 200 ms). It begins at 10 ms and doubles.
+    #[must_use]
+    pub fn with_idle_poll_max(mut self, pause: Duration) -> Self {
+        self.idle_poll_max = pause;
+        self
+    }
+
+    /// How long a stop waits for confirms (default 40 s). What is unconfirmed then stays pending.
+    #[must_use]
+    pub fn with_shutdown_deadline(mut self, deadline: Duration) -> Self {
+        self.shutdown_deadline = deadline;
+        self
+    }
+
+    /// Delays after a failure of the broker, a destination or the database (default 100 ms doubling to 10 s).
+    #[must_use]
+    pub fn with_backoff(mut self, backoff: DelayPolicy) -> Self {
+        self.backoff = backoff;
+        self
+    }
+
+    /// How order is kept (default strict).
+    #[must_use]
+    pub fn with_order(mut self, order: OrderMode) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// Refuses what would break a promise.
+    pub(super) fn validate(&self, publisher: &PublisherCapabilities) -> Result<()> {
+        within("name", self.name.len(), 1, 200)?;
+        let lanes = usize::try_from(crate::lane::LANES).unwrap_or(1);
+        within("workers", self.workers, 1, lanes)?;
+        within("batch_rows_max", self.batch_rows_max, 1, 100_000)?;
+        within("batch_bytes_max", self.batch_bytes_max, 1, 1 << 30)?;
+        let least = publisher.publish_deadline + LEASE_MARGIN;
+        if self.lease <= least {
+            return Err(Error::configuration(
+                "lease",
+                format!("longer than the publish deadline and a second ({least:?})"),
+                format!("{:?}", self.lease),
+            ));
+        }
+        if self.idle_poll_max < super::pace::IDLE_POLL_MIN {
+            return Err(Error::configuration(
+                "idle_poll_max",
+                format!("at least {:?}", super::pace::IDLE_POLL_MIN),
+                format!("{:?}", self.idle_poll_max),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn within(field: &'static str, value: usize, least: usize, most: usize) -> Result<()> {
+    if (least..=most).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::configuration(
+        field,
+        format!("{least} to {most}"),
+        value.to_string(),
+    ))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn refused(config: RelayConfig) -> &'static str {
+        let mut publisher = PublisherCapabilities::new("test");
+        publisher.publish_deadline = Duration::from_secs(30);
+        let error = config.validate(&publisher).unwrap_err();
+        error.violation().unwrap().field
+    }
+
+    #[test]
+    fn settings_that_break_a_promise_are_refused_by_name() {
+        let config = RelayConfig::default;
+        assert_eq!(
+            refused(config().with_lease(Duration::from_secs(31))),
+            "lease"
+        );
+        assert_eq!(refused(config().with_workers(0)), "workers");
+        assert_eq!(refused(config().with_workers(17)), "workers");
+        assert_eq!(refused(config().with_batch_rows_max(0)), "batch_rows_max");
+        assert_eq!(refused(config().with_batch_bytes_max(0)), "batch_bytes_max");
+        assert_eq!(refused(config().with_name("")), "name");
+        assert_eq!(
+            refused(config().with_idle_poll_max(Duration::ZERO)),
+            "idle_poll_max"
+        );
+        let publisher = PublisherCapabilities::new("test");
+        config().validate(&publisher).unwrap();
+    }
+}

@@ -1,0 +1,150 @@
+//! The relay: moves committed rows to the broker, many instances side by side.
+//!
+//! A relay leases lanes of the outbox, reads them in position order without locking rows, publishes, and settles the
+//! whole batch under the fencing token of its leases. A relay that dies leaves its lanes to the others when the lease
+//! ends; one that only seemed dead finds its writes fenced off.
+
+mod config;
+mod leases;
+mod pace;
+mod plan;
+mod publish;
+mod status;
+mod worker;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tracing::info;
+
+use crate::broker::Publisher;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::OutboxStore;
+
+pub use config::{OrderMode, RelayConfig};
+pub use status::RelayStatus;
+
+use leases::{Held, Keeper};
+use status::StatusBoard;
+use worker::Worker;
+
+/// How long giving back the leases may take at a stop; unreturned ones simply run out.
+const GIVE_BACK_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Moves messages from an outbox to a publisher until stopped.
+///
+/// Any number of relays may run over one outbox, in one process or many.
+pub struct Relay {
+    store: Arc<dyn OutboxStore>,
+    publisher: Arc<dyn Publisher>,
+    config: RelayConfig,
+    status: Arc<StatusBoard>,
+}
+
+impl Relay {
+    /// A relay with default settings.
+    pub fn new(store: impl OutboxStore, publisher: impl Publisher) -> Self {
+        Self {
+            store: Arc::new(store),
+            publisher: Arc::new(publisher),
+            config: RelayConfig::default(),
+            status: Arc::new(StatusBoard::new()),
+        }
+    }
+
+    /// Takes other settings.
+    #[must_use]
+    pub fn with_config(mut self, config: RelayConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Follows the state of broker and database as this relay sees them.
+    #[must_use]
+    pub fn status(&self) -> watch::Receiver<RelayStatus> {
+        self.status.watch()
+    }
+
+    /// Runs until `shutdown` completes, then stops taking rows, waits for the confirms of what is on its way (at most
+    /// the shutdown deadline), settles them and gives its lanes back. The publisher stays open: close it afterwards.
+    ///
+    /// Outages of the database or broker after the start do not end it: it backs off and goes on.
+    ///
+    /// Cancel safety: dropping the future stops the tasks where they are. What was published and not settled is sent
+    /// again by the next holder of the lanes, once the leases have run out.
+    ///
+    /// # Errors
+    /// At start: [`Configuration`](ErrorKind::Configuration), or the store's error when it is not reachable or not
+    /// migrated. Later: [`Other`](ErrorKind::Other) when a task of the relay ended by itself.
+    pub async fn run_until(self, shutdown: impl Future<Output = ()> + Send) -> Result<()> {
+        self.config.validate(&self.publisher.capabilities())?;
+        self.store.check().await?;
+        let (stop, stopped) = watch::channel(false);
+        let held = Arc::new(Held::default());
+        let mut tasks = self.start(&held, &stopped);
+        info!(
+            relay = self.config.name,
+            workers = self.config.workers,
+            "relay started"
+        );
+
+        let broken = tokio::select! {
+            () = shutdown => None,
+            ended = tasks.join_next() => Some(ended_early(ended)),
+        };
+        stop.send_replace(true);
+        let drained = tokio::time::timeout(self.config.shutdown_deadline, async {
+            while tasks.join_next().await.is_some() {}
+        })
+        .await;
+        tasks.shutdown().await;
+        let returned =
+            tokio::time::timeout(GIVE_BACK_DEADLINE, Keeper::give_back(&*self.store, &held)).await;
+        info!(
+            relay = self.config.name,
+            drained = drained.is_ok(),
+            leases_returned = matches!(returned, Ok(Ok(()))),
+            "relay stopped"
+        );
+        broken.map_or(Ok(()), Err)
+    }
+
+    fn start(&self, held: &Arc<Held>, stop: &watch::Receiver<bool>) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
+        let keeper = Keeper {
+            store: self.store.clone(),
+            name: self.config.name.clone(),
+            duration: self.config.lease,
+            held: held.clone(),
+            status: self.status.clone(),
+        };
+        tasks.spawn(keeper.run(stop.clone()));
+        for index in 0..self.config.workers {
+            let worker = Worker {
+                index,
+                config: self.config.clone(),
+                publisher: self.publisher.clone(),
+                reader: self.store.reader(),
+                held: held.clone(),
+                status: self.status.clone(),
+            };
+            tasks.spawn(worker.run(stop.clone()));
+        }
+        tasks
+    }
+}
+
+fn ended_early(ended: Option<std::result::Result<(), tokio::task::JoinError>>) -> Error {
+    let error = Error::new(
+        ErrorKind::Other,
+        "relay",
+        "a task of the relay ended by itself",
+    );
+    match ended {
+        Some(Err(join)) => error.with_source(join),
+        _ => error,
+    }
+}

@@ -1,0 +1,146 @@
+//! Planning: which messages of a page may be on their way at the same time.
+
+use std::collections::{HashMap, HashSet};
+
+use bytes::Bytes;
+
+use crate::broker::PublisherOrder;
+use crate::envelope::Outgoing;
+use crate::lane::Lane;
+use crate::store::PendingMessage;
+
+use super::config::OrderMode;
+
+/// A row's place in the outbox.
+pub(super) type Place = (Lane, i64);
+
+/// Messages of one scope in the order of the outbox. Groups are independent of each other.
+#[derive(Debug, Default)]
+pub(super) struct Group {
+    pub(super) places: Vec<Place>,
+    pub(super) messages: Vec<Outgoing>,
+}
+
+/// Splits a page into groups by scope, each in page order.
+pub(super) fn groups(rows: Vec<PendingMessage>, scope: impl Fn(&str) -> String) -> Vec<Group> {
+    let mut index: HashMap<String, usize> = HashMap::new();
+    let mut groups: Vec<Group> = Vec::new();
+    for row in rows {
+        let at = *index
+            .entry(scope(&row.message.destination))
+            .or_insert_with(|| {
+                groups.push(Group::default());
+                groups.len() - 1
+            });
+        groups[at].places.push((row.lane, row.position));
+        groups[at].messages.push(row.message.into());
+    }
+    groups
+}
+
+/// Whether a group must go out in waves with one message per key each.
+pub(super) fn needs_waves(publisher: PublisherOrder, mode: OrderMode) -> bool {
+    publisher == PublisherOrder::Gap && mode == OrderMode::Strict
+}
+
+/// Walks through a group wave by wave: a wave holds at most one message of each key, and a key whose message was not
+/// confirmed is left out of all later waves.
+#[derive(Debug)]
+pub(super) struct Waves {
+    waiting: Vec<usize>,
+    stopped: HashSet<Bytes>,
+}
+
+impl Waves {
+    pub(super) fn new(group: &Group) -> Self {
+        Self {
+            waiting: (0..group.messages.len()).collect(),
+            stopped: HashSet::new(),
+        }
+    }
+
+    /// Indexes of the next wave; empty at the end.
+    pub(super) fn next(&mut self, group: &Group) -> Vec<usize> {
+        let mut taken: HashSet<&Bytes> = HashSet::new();
+        let mut wave = Vec::new();
+        let stopped = &self.stopped;
+        self.waiting
+            .retain(|&at| match &group.messages[at].message.key {
+                None => {
+                    wave.push(at);
+                    false
+                }
+                Some(key) if stopped.contains(key) => false,
+                Some(key) => {
+                    let first = taken.insert(key);
+                    if first {
+                        wave.push(at);
+                    }
+                    !first
+                }
+            });
+        wave
+    }
+
+    /// The key's later messages must wait.
+    pub(super) fn stop(&mut self, key: Option<&Bytes>) {
+        if let Some(key) = key {
+            self.stopped.insert(key.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::Message;
+
+    fn row(position: i64, destination: &str, key: Option<&str>) -> PendingMessage {
+        let mut message = Message::new(destination, "T");
+        message.key = key.map(|k| Bytes::copy_from_slice(k.as_bytes()));
+        PendingMessage {
+            lane: 0,
+            position,
+            message,
+        }
+    }
+
+    #[test]
+    fn groups_keep_order_within_a_scope() {
+        let rows = vec![
+            row(1, "a/x", None),
+            row(2, "b/x", None),
+            row(3, "a/y", None),
+        ];
+        let scope = |destination: &str| destination[..1].to_owned();
+        let places: Vec<_> = groups(rows, scope).into_iter().map(|g| g.places).collect();
+        assert_eq!(places, [vec![(0, 1), (0, 3)], vec![(0, 2)]]);
+    }
+
+    #[test]
+    fn a_wave_holds_one_message_per_key_and_a_stopped_key_waits() {
+        let rows = vec![
+            row(1, "t", Some("k")),
+            row(2, "t", Some("j")),
+            row(3, "t", Some("k")),
+            row(4, "t", None),
+            row(5, "t", Some("k")),
+            row(6, "t", Some("j")),
+            row(7, "t", None),
+        ];
+        let group = groups(rows, str::to_owned).remove(0);
+        let mut waves = Waves::new(&group);
+        assert_eq!(waves.next(&group), [0, 1, 3, 6]);
+        waves.stop(Some(&Bytes::from_static(b"j")));
+        assert_eq!(waves.next(&group), [2]);
+        assert_eq!(waves.next(&group), [4]);
+        assert!(waves.next(&group).is_empty());
+    }
+
+    #[test]
+    fn only_a_gap_publisher_in_strict_order_needs_waves() {
+        assert!(needs_waves(PublisherOrder::Gap, OrderMode::Strict));
+        assert!(!needs_waves(PublisherOrder::Prefix, OrderMode::Strict));
+        assert!(!needs_waves(PublisherOrder::Gap, OrderMode::Relaxed));
+    }
+}

@@ -1,0 +1,51 @@
+//! What a relay is suffering from, as data for health checks.
+
+use tokio::sync::watch;
+
+use crate::error::Error;
+
+/// State of a relay. Healthy when both are `None`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RelayStatus {
+    /// Why the broker takes nothing at the moment.
+    pub broker_down: Option<String>,
+    /// Why the database does not answer at the moment.
+    pub database_down: Option<String>,
+}
+
+/// Where keeper and workers write the state.
+#[derive(Debug)]
+pub(super) struct StatusBoard(watch::Sender<RelayStatus>);
+
+impl StatusBoard {
+    pub(super) fn new() -> Self {
+        Self(watch::Sender::new(RelayStatus::default()))
+    }
+
+    pub(super) fn watch(&self) -> watch::Receiver<RelayStatus> {
+        self.0.subscribe()
+    }
+
+    pub(super) fn broker(&self, trouble: Option<&Error>) {
+        self.set(trouble, |status| &mut status.broker_down);
+    }
+
+    pub(super) fn database(&self, trouble: Option<&Error>) {
+        self.set(trouble, |status| &mut status.database_down);
+    }
+
+    fn set(
+        &self,
+        trouble: Option<&Error>,
+        slot: impl FnOnce(&mut RelayStatus) -> &mut Option<String>,
+    ) {
+        let trouble = trouble.map(ToString::to_string);
+        self.0.send_if_modified(|status| {
+            let slot = slot(status);
+            let changed = *slot != trouble;
+            *slot = trouble;
+            changed
+        });
+    }
+}
