@@ -17,7 +17,8 @@ const BROKERS_VARIABLE: &str = "RELAYBOX_KAFKA_BROKERS";
 const POM: &str = include_str!("pom.xml");
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
-const URL_READY_WITHIN: Duration = Duration::from_secs(10);
+/// Short: a server that is named should be there, and a wrong name should fail in seconds.
+const URL_READY_WITHIN: Duration = Duration::from_secs(5);
 const SHUT_DOWN_WITHIN: Duration = Duration::from_secs(30);
 
 /// The pinned version, which stands in the POM alone.

@@ -19,7 +19,8 @@ const MAJOR: &str = "15";
 const IMAGE_TAG: &str = "15.14-alpine";
 
 const READY_WITHIN: Duration = Duration::from_secs(30);
-const URL_READY_WITHIN: Duration = Duration::from_secs(10);
+/// Short: a server that is named should be there, and a wrong name should fail in seconds.
+const URL_READY_WITHIN: Duration = Duration::from_secs(5);
 const SHUT_DOWN_WITHIN: Duration = Duration::from_secs(20);
 
 /// How a PostgreSQL is started. The default serves most tests.

@@ -80,20 +80,20 @@ async fn postgres_answers_with_the_settings_for_tests() {
 #[tokio::test]
 async fn every_database_is_fresh() {
     let postgres = shared_postgres().await;
-    let calls = (0..4).map(|_| async {
-        let url = postgres.create_database("Fresh.one").await.unwrap();
-        let mut connection = PgConnection::connect(&url).await.unwrap();
-        // Fails where the table is there already.
-        sqlx::query("CREATE TABLE marks (id int)")
-            .execute(&mut connection)
-            .await
-            .unwrap();
-        url
-    });
-    let mut urls = Vec::new();
-    for call in calls {
-        urls.push(call.await);
+    let mut calls = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        calls.spawn(async {
+            let url = postgres.create_database("Fresh.one").await.unwrap();
+            let mut connection = PgConnection::connect(&url).await.unwrap();
+            // Fails where the table is there already.
+            sqlx::query("CREATE TABLE marks (id int)")
+                .execute(&mut connection)
+                .await
+                .unwrap();
+            url
+        });
     }
+    let mut urls = calls.join_all().await;
     urls.sort();
     urls.dedup();
     assert_eq!(urls.len(), 4);
@@ -101,20 +101,21 @@ async fn every_database_is_fresh() {
 
 #[test]
 fn shared_handles_outlive_the_runtime_that_made_them() {
-    let databases = (0..4).map(|_| {
-        std::thread::spawn(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_all()
-                .build()
-                .unwrap();
-            runtime.block_on(async {
-                let topic = shared_kafka().await.create_topic("runtimes", 1).await;
-                let database = shared_postgres().await.create_database("runtimes").await;
-                (topic.unwrap(), database.unwrap())
+    let threads: Vec<_> = (0..4)
+        .map(|_| {
+            std::thread::spawn(|| {
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                    .unwrap();
+                runtime.block_on(async {
+                    let topic = shared_kafka().await.create_topic("runtimes", 1).await;
+                    let database = shared_postgres().await.create_database("runtimes").await;
+                    (topic.unwrap(), database.unwrap())
+                })
             })
         })
-    });
-    let threads: Vec<_> = databases.collect();
+        .collect();
     let mut all: Vec<_> = threads
         .into_iter()
         .map(|thread| thread.join().unwrap())
