@@ -41,6 +41,9 @@ end() {
             turns=$((turns + 1))
         done
         signal_all KILL
+        # A PostgreSQL that ended by SIGKILL leaves a segment, whose id is the last word of this file's seventh line.
+        segment=$(sed -n '7s/.* //p' "$directory/data/postmaster.pid" 2>/dev/null)
+        if [ -n "$segment" ]; then ipcrm -m "$segment" 2>/dev/null; fi
     fi
     # A process in the middle of dying may still put a file in; a directory that stays is tried again.
     turns=0
