@@ -20,6 +20,10 @@ pub mod story;
 pub mod broker;
 pub mod store;
 
+// For tests of programs that use relaybox
+#[cfg(feature = "testing")]
+pub mod testing;
+
 pub use error::{Error, ErrorKind, Result, Violation};
 pub use headers::Headers;
 pub use message::{Limits, Message, MessageId, TraceContext};
