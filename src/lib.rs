@@ -28,6 +28,10 @@ pub mod ladder;
 pub mod outbox;
 pub mod relay;
 
+// For tests of programs that use relaybox
+#[cfg(feature = "testing")]
+pub mod testing;
+
 pub use error::{Error, ErrorKind, Result, Violation};
 pub use headers::Headers;
 pub use message::{Limits, Message, MessageId, TraceContext};
