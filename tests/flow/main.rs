@@ -1,0 +1,13 @@
+//! Whole flows, from the outbox to the effect, on SQLite and the broker in memory.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "tests fail by panicking"
+)]
+
+mod consuming;
+mod failing;
+mod relaying;
+mod support;
