@@ -2,7 +2,8 @@
 //!
 //! Nothing here belongs into production. Where a helper panics its documentation says so.
 //!
-//! ```
+#![cfg_attr(feature = "memory", doc = "```")]
+#![cfg_attr(not(feature = "memory"), doc = "```ignore")]
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> relaybox::Result<()> {
 //! use relaybox::Message;
