@@ -150,7 +150,7 @@ async fn relay_dies_and_another_takes_over(
     let config = || {
         RelayConfig::default()
             .with_batch_rows_max(64)
-            .with_lease(Duration::from_millis(2_500))
+            .with_lease(Duration::from_secs(4))
     };
     let dying = DiesBeforeMarking {
         broker: broker.clone(),

@@ -163,7 +163,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
 async fn relay(world: &World, stop: impl Future<Output = ()> + Send) -> Anyhow<()> {
     let config = RelayConfig::default()
         .with_batch_rows_max(200)
-        .with_lease(world::PUBLISH_DEADLINE + Duration::from_secs(2));
+        .with_lease(2 * (world::PUBLISH_DEADLINE + Duration::from_secs(1)));
     let relay = Relay::new(world.store.clone(), world.kafka.clone()).with_config(config);
     Ok(relay.run_until(stop).await?)
 }

@@ -15,7 +15,7 @@ pub type Anyhow<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 pub const CONSUMER: &str = "index";
 /// Short, so that a killed relay's lanes are free after a few seconds.
-pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(4);
+pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(3);
 
 pub fn ladder() -> Ladder {
     Ladder::rungs([1, 3].map(Duration::from_secs))

@@ -88,19 +88,19 @@ pub struct PublisherCapabilities {
     pub limits: Limits,
     /// What a failure inside a run leaves behind.
     pub order: PublisherOrder,
-    /// The longest that one publish call takes. Must be shorter than the relay's lease.
+    /// The longest that one publish call takes. The relay's lease is at least twice as long.
     pub publish_deadline: Duration,
 }
 
 impl PublisherCapabilities {
-    /// Default limits, order [`PublisherOrder::Gap`] and a deadline of 30 s.
+    /// Default limits, order [`PublisherOrder::Gap`] and a deadline of 10 s.
     #[must_use]
     pub fn new(name: &'static str) -> Self {
         Self {
             name,
             limits: Limits::default(),
             order: PublisherOrder::Gap,
-            publish_deadline: Duration::from_secs(30),
+            publish_deadline: Duration::from_secs(10),
         }
     }
 }

@@ -40,9 +40,9 @@ impl Default for RelayConfig {
             workers: 1,
             batch_rows_max: 1_000,
             batch_bytes_max: 16 * 1_024 * 1_024,
-            lease: Duration::from_secs(60),
+            lease: Duration::from_secs(30),
             idle_poll_max: Duration::from_millis(200),
-            shutdown_deadline: Duration::from_secs(40),
+            shutdown_deadline: Duration::from_secs(15),
             backoff: DelayPolicy::exponential(Duration::from_millis(100))
                 .with_jitter(Jitter::Equal)
                 .with_cap(Duration::from_secs(10)),
@@ -80,9 +80,10 @@ impl RelayConfig {
         self
     }
 
-    /// How long a lane stays ours without renewal (default 60 s): how long a killed relay's lanes wait.
+    /// How long a lane stays ours without renewal (default 30 s): how long a killed relay's lanes wait.
     ///
-    /// Must exceed the publisher's deadline by more than one second.
+    /// At least twice the publisher's deadline plus two seconds: a page is published only under leases that outlast the
+    /// deadline and the settling, and half a lease may have passed since the last renewal.
     #[must_use]
     pub fn with_lease(mut self, lease: Duration) -> Self {
         self.lease = lease;
@@ -96,7 +97,7 @@ impl RelayConfig {
         self
     }
 
-    /// How long a stop waits for confirms (default 40 s). What is unconfirmed then stays pending.
+    /// How long a stop waits for confirms (default 15 s). What is unconfirmed then stays pending.
     #[must_use]
     pub fn with_shutdown_deadline(mut self, deadline: Duration) -> Self {
         self.shutdown_deadline = deadline;
@@ -124,11 +125,11 @@ impl RelayConfig {
         within("workers", self.workers, 1, lanes)?;
         within("batch_rows_max", self.batch_rows_max, 1, 100_000)?;
         within("batch_bytes_max", self.batch_bytes_max, 1, 1 << 30)?;
-        let least = publisher.publish_deadline + LEASE_MARGIN;
-        if self.lease <= least {
+        let least = 2 * (publisher.publish_deadline + LEASE_MARGIN);
+        if self.lease < least {
             return Err(Error::configuration(
                 "lease",
-                format!("longer than the publish deadline and a second ({least:?})"),
+                format!("at least {least:?} (twice the publish deadline and a second)"),
                 format!("{:?}", self.lease),
             ));
         }
@@ -170,7 +171,7 @@ mod tests {
     fn settings_that_break_a_promise_are_refused_by_name() {
         let config = RelayConfig::default;
         assert_eq!(
-            refused(config().with_lease(Duration::from_secs(31))),
+            refused(config().with_lease(Duration::from_secs(61))),
             "lease"
         );
         assert_eq!(refused(config().with_workers(0)), "workers");
@@ -182,7 +183,7 @@ mod tests {
             refused(config().with_idle_poll_max(Duration::ZERO)),
             "idle_poll_max"
         );
-        let publisher = PublisherCapabilities::new("test");
+        let publisher = PublisherCapabilities::new("test"); // its deadline suits the default lease
         config().validate(&publisher).unwrap();
     }
 }

@@ -71,9 +71,9 @@ pub(super) struct Keeper {
 impl Keeper {
     /// Runs beside the workers, so that a long publish never costs a lease.
     pub(super) async fn run(self, mut stop: watch::Receiver<bool>) {
-        let pause = self.duration / 3;
-        // A second relay looks for lanes that fell free more often than it renews its own.
-        let pause = pause.min(Duration::from_secs(1));
+        // Renewed after a third of the lease and looked at six times in it, so at least half is left at any time.
+        // A relay without lanes looks at least every second for some that fell free.
+        let pause = (self.duration / 6).min(Duration::from_secs(1));
         let mut renewed = Instant::now();
         loop {
             let round = self.round(&mut renewed).await;

@@ -82,8 +82,12 @@ impl Worker {
             bytes_max: self.config.batch_bytes_max,
             closed: destinations.closed(fetch_started),
         };
-        let Page { rows, full } = self.reader.fetch(&request).await?;
-        if rows.is_empty() {
+        let Page {
+            rows,
+            unreadable,
+            full,
+        } = self.reader.fetch(&request).await?;
+        if rows.is_empty() && unreadable.is_empty() {
             return Ok(Cycle::Idle);
         }
         // A slow read may have eaten the lease: publish only what is certain to be ours until it is settled.
@@ -94,7 +98,11 @@ impl Worker {
             .collect();
         debug!(worker = self.index, rows = rows.len(), full, "page read");
         let published = publish(&*self.publisher, rows, self.config.order, deadline).await;
-        let (verdicts, broker_trouble) = self.judge(published, destinations);
+        let (mut verdicts, broker_trouble) = self.judge(published, destinations);
+        for (lane, position, error) in unreadable {
+            warn!(lane, position, %error, "row that cannot be read is parked");
+            verdicts.push((lane, position, parked("unreadable", &error)));
+        }
         let moved = !verdicts.is_empty();
         if moved {
             let batch = SettlementBatch {
@@ -147,7 +155,7 @@ impl Worker {
                     error,
                 } => {
                     warn!(lane, position, destination, %error, "message parked");
-                    verdicts.push((lane, position, parked(&error)));
+                    verdicts.push((lane, position, parked("rejected", &error)));
                 }
                 PublishOutcome::Rejected { error, .. }
                 | PublishOutcome::Failed {
@@ -193,10 +201,10 @@ impl Worker {
     }
 }
 
-fn parked(error: &Error) -> Verdict {
+fn parked(reason: &str, error: &Error) -> Verdict {
     let text = error.to_string().replace('\0', "\u{fffd}");
     Verdict::Parked {
-        reason: Reason::new("rejected"),
+        reason: Reason::new(reason),
         error: cut(&text, ERROR_BYTES_MAX).to_owned(),
     }
 }

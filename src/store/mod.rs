@@ -4,9 +4,13 @@
 //! statements run ([`OutboxStore`], [`DeadLetterStore`]).
 
 mod dead_letter;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+mod header_codec;
 mod inbox;
 mod names;
 mod outbox;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+mod transaction;
 
 pub use dead_letter::{DeadLetter, DeadLetterStore};
 pub use inbox::{InboxStore, Recorded};
@@ -15,6 +19,10 @@ pub use outbox::{
     Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
     SettlementBatch, Verdict,
 };
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub use transaction::StoreTransaction;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+use transaction::kind_in_chain;
 
 #[cfg(feature = "postgres")]
 pub mod postgres;

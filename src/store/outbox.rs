@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::lane::Lane;
 use crate::message::Message;
 use crate::story::Reason;
@@ -115,6 +115,10 @@ pub struct FetchRequest {
 pub struct Page {
     /// Rows, each lane in position order.
     pub rows: Vec<PendingMessage>,
+    /// Lane and position of rows that are there but cannot be read, and why: foreign SQL may have written them.
+    ///
+    /// They count against the limits, so whoever reads parks them: left alone they would fill the page.
+    pub unreadable: Vec<(Lane, i64, Error)>,
     /// Whether a limit cut it: more may be waiting.
     pub full: bool,
 }

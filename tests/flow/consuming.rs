@@ -1,18 +1,18 @@
 //! From the broker to the effect.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
-
 use relaybox::Message;
 use relaybox::consumer::{Outcome, handler_fn};
 use relaybox::envelope::Incoming;
-use relaybox::testing::{Signal, eventually};
+use relaybox::testing::Signal;
 use sqlx::sqlite::SqliteConnection;
 
-use super::support::{DEADLINE, House, loaded, numbered, quick, run, write_effect};
+use super::support::{House, Shared, brisk, loaded, numbered, run, write_effect};
 
-async fn effect(consumer: &&'static str, db: &mut SqliteConnection, incoming: &Incoming) -> Outcome {
+async fn effect(
+    consumer: &&'static str,
+    db: &mut SqliteConnection,
+    incoming: &Incoming,
+) -> Outcome {
     write_effect(db, consumer, incoming).await;
     Outcome::Done
 }
@@ -83,37 +83,6 @@ async fn skip_commits_and_acknowledges() {
 struct Gate {
     entered: Signal,
     open: Signal,
-    at_once: Arc<AtomicU64>,
-    most_at_once: Arc<AtomicU64>,
-}
-
-#[tokio::test]
-async fn a_blocked_key_delays_only_itself() {
-    let house = House::new().await;
-    house.publish(&numbered("slow", "slow", 2)).await;
-    house.publish(&numbered("quick", "quick", 20)).await;
-    let gate = Gate::default();
-    // Nothing is written in here: SQLite has one writer, and the point is who may run.
-    async fn wait_if_slow(gate: &Gate, _: &mut SqliteConnection, incoming: &Incoming) -> Outcome {
-        if incoming.message.key.as_deref() == Some(b"slow") {
-            gate.entered.set();
-            gate.open.wait().await;
-        } else {
-            gate.at_once.fetch_add(1, Ordering::SeqCst);
-        }
-        Outcome::Done
-    }
-    let pool = &house.store;
-    let consumer = run(
-        house.consumer("billing").with_config(quick()),
-        PastTheInbox(handler_fn(gate.clone(), wait_if_slow)),
-    );
-    let _ = pool;
-    gate.entered.wait().await;
-    eventually(DEADLINE, "the other key is done", || async { loaded(&gate.at_once) == 20 }).await;
-    gate.open.set();
-    house.consumed("billing", "orders").await;
-    consumer.stop().await.unwrap();
 }
 
 #[tokio::test]
@@ -138,28 +107,10 @@ async fn a_stop_lets_running_work_end_and_leaves_the_rest_to_the_next() {
     let second = house.consume("billing", handler_fn("billing", effect));
     house.consumed("billing", "orders").await;
     second.stop().await.unwrap();
-    assert_eq!(house.effects("billing").await, ["m-0", "m-1", "m-2", "m-3", "m-4"]);
-}
-
-#[tokio::test]
-async fn handlers_never_exceed_the_concurrency() {
-    let house = House::new().await;
-    for n in 0..12 {
-        house.publish(&numbered(&format!("k{n}"), &format!("k{n}"), 1)).await;
-    }
-    let gate = Gate::default();
-    async fn count(gate: &Gate, _: &mut SqliteConnection, _: &Incoming) -> Outcome {
-        let now = gate.at_once.fetch_add(1, Ordering::SeqCst) + 1;
-        gate.most_at_once.fetch_max(now, Ordering::SeqCst);
-        tokio::time::sleep(Duration::from_millis(5)).await;
-        gate.at_once.fetch_sub(1, Ordering::SeqCst);
-        Outcome::Done
-    }
-    let config = quick().with_concurrency(2).with_in_flight_max(3);
-    let consumer = run(house.consumer("billing").with_config(config), handler_fn(gate.clone(), count));
-    house.consumed("billing", "orders").await;
-    consumer.stop().await.unwrap();
-    assert!((1..=2).contains(&loaded(&gate.most_at_once)));
+    assert_eq!(
+        house.effects("billing").await,
+        ["m-0", "m-1", "m-2", "m-3", "m-4"]
+    );
 }
 
 #[tokio::test]
@@ -184,24 +135,29 @@ async fn payload_key_and_headers_reach_the_handler_byte_for_byte() {
     let house = House::new().await;
     let mut message = Message::new("orders", "Odd")
         .with_key([0u8, 0xff])
-        .with_payload(b"{\"z\":1,\"a\":750727362669608961,\"n\":1.10,\"x\":\"\\u0000\"}\xff\x00".to_vec())
+        .with_payload(
+            b"{\"z\":1,\"a\":750727362669608961,\"n\":1.10,\"x\":\"\\u0000\"}\xff\x00".to_vec(),
+        )
         .with_header("twice", "1")
         .with_header("twice", vec![0u8, 0x80])
         .with_version(i64::MIN)
-        .with_trace("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", None);
+        .with_trace(
+            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            None,
+        );
     message.headers.push_optional("null", None);
     let tombstone = Message::new("orders", "Gone").with_key("");
     house.enqueue(&[message.clone(), tombstone.clone()]).await;
-    let seen = super::support::Shared::<Message>::default();
+    let seen = Shared::<Message>::default();
     async fn keep(
-        seen: &super::support::Shared<Message>,
+        seen: &Shared<Message>,
         _: &mut SqliteConnection,
         incoming: &Incoming,
     ) -> Outcome {
         seen.lock().unwrap().push(incoming.message.clone());
         Outcome::Done
     }
-    let relay = house.relay(house.broker.clone(), super::support::brisk());
+    let relay = house.relay(house.broker.clone(), brisk());
     house.drained().await;
     relay.stop().await.unwrap();
     let consumer = house.consume("billing", handler_fn(seen.clone(), keep));

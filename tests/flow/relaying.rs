@@ -2,32 +2,41 @@
 
 use std::time::Duration;
 
-use relaybox::broker::{
-    FailureScope, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, RejectionScope,
-};
-use relaybox::envelope::Outgoing;
+use relaybox::broker::{FailureScope, RejectionScope};
 use relaybox::outbox::Outbox;
 use relaybox::relay::{Relay, RelayConfig};
 use relaybox::store::OutboxStore;
 use relaybox::store::sqlite::SqliteStore;
 use relaybox::testing::{Fault, FaultyPublisher, Signal, eventually};
-use relaybox::{ErrorKind, Message, Result};
+use relaybox::{ErrorKind, Message};
 
-use super::support::{DEADLINE, House, brisk, numbered};
+use super::support::{Altered, DEADLINE, House, brisk, numbered};
 
 #[tokio::test]
 async fn a_rolled_back_message_never_leaves_and_a_later_one_does() {
     let house = House::new().await;
     let outbox = Outbox::new(house.store.clone());
     let mut tx = house.store.pool().begin().await.unwrap();
-    outbox.enqueue(&mut tx, Message::new("orders", "T").with_id("gone")).await.unwrap();
+    outbox
+        .enqueue(&mut tx, Message::new("orders", "T").with_id("gone"))
+        .await
+        .unwrap();
     tx.rollback().await.unwrap();
 
     let mut tx = house.store.pool().begin().await.unwrap();
     let mut savepoint = sqlx::Connection::begin(&mut *tx).await.unwrap();
-    outbox.enqueue(&mut savepoint, Message::new("orders", "T").with_id("also gone")).await.unwrap();
+    outbox
+        .enqueue(
+            &mut savepoint,
+            Message::new("orders", "T").with_id("also gone"),
+        )
+        .await
+        .unwrap();
     savepoint.rollback().await.unwrap();
-    outbox.enqueue(&mut tx, Message::new("orders", "T").with_id("kept")).await.unwrap();
+    outbox
+        .enqueue(&mut tx, Message::new("orders", "T").with_id("kept"))
+        .await
+        .unwrap();
     tx.commit().await.unwrap();
 
     let relay = house.relay(house.broker.clone(), brisk());
@@ -43,26 +52,44 @@ async fn a_refused_message_leaves_the_transaction_usable() {
     let mut tx = house.store.pool().begin().await.unwrap();
     let reserved = Message::new("orders", "T").with_header("X-Message-Id", "x");
     let huge = Message::new("orders", "T").with_payload(vec![0; 2_000_000]);
-    for (message, field) in [(reserved, "header name"), (huge, "message"), (Message::new("", "T"), "destination")] {
+    for (message, field) in [
+        (reserved, "header name"),
+        (huge, "message"),
+        (Message::new("", "T"), "destination"),
+    ] {
         let error = outbox.enqueue(&mut tx, message).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert_eq!(error.violation().unwrap().field, field);
     }
     let batch = [numbered("k", "good", 1), vec![Message::new("orders", "")]].concat();
     assert!(outbox.enqueue_all(&mut tx, &batch).await.is_err());
-    outbox.enqueue(&mut tx, Message::new("orders", "T")).await.unwrap();
+    outbox
+        .enqueue(&mut tx, Message::new("orders", "T"))
+        .await
+        .unwrap();
     tx.commit().await.unwrap();
-    assert_eq!(house.pending().await, 1, "one bad message refuses its whole call, and only that");
+    assert_eq!(
+        house.pending().await,
+        1,
+        "one bad message refuses its whole call, and only that"
+    );
 }
 
 #[tokio::test]
 async fn after_a_crash_between_publish_and_mark_the_same_bytes_go_out_again() {
     let house = House::new().await;
-    let message = numbered("k", "m", 1).remove(0).with_header("tenant", "acme");
+    let message = numbered("k", "m", 1)
+        .remove(0)
+        .with_header("tenant", "acme");
     house.enqueue(&[message]).await;
     let crashed = Signal::new();
-    let dying = FaultyPublisher::new(house.broker.clone())
-        .with_fault(1, Fault::crash({ let crashed = crashed.clone(); move || crashed.set() }));
+    let dying = FaultyPublisher::new(house.broker.clone()).with_fault(
+        1,
+        Fault::crash({
+            let crashed = crashed.clone();
+            move || crashed.set()
+        }),
+    );
     let first = house.relay(dying, brisk());
     crashed.wait().await;
     first.kill().await;
@@ -85,14 +112,19 @@ async fn an_outage_burns_nothing_and_the_backlog_keeps_its_order() {
     let relay = Relay::new(house.store.clone(), house.broker.clone()).with_config(brisk());
     let status = relay.status();
     let relay = super::support::Running::start(|stop| relay.run_until(stop));
-    eventually(DEADLINE, "the relay says that the broker is down", || async {
-        status.borrow().broker_down.is_some()
-    })
+    eventually(
+        DEADLINE,
+        "the relay says that the broker is down",
+        || async { status.borrow().broker_down.is_some() },
+    )
     .await;
     house.enqueue(&messages[5..]).await;
     house.broker.set_available(true);
     house.drained().await;
-    eventually(DEADLINE, "the relay is well again", || async { status.borrow().broker_down.is_none() }).await;
+    eventually(DEADLINE, "the relay is well again", || async {
+        status.borrow().broker_down.is_none()
+    })
+    .await;
     relay.stop().await.unwrap();
     let expected: Vec<String> = (0..20).map(|n| format!("m-{n}")).collect();
     assert_eq!(house.ids_of("k"), expected);
@@ -115,11 +147,16 @@ async fn a_refused_message_is_parked_and_stops_nobody() {
 #[tokio::test]
 async fn a_missing_destination_waits_while_others_flow() {
     let house = House::new().await;
-    let lost: Vec<Message> = (0..30).map(|_| Message::new("missing", "T").with_key("k")).collect();
+    let lost: Vec<Message> = (0..30)
+        .map(|_| Message::new("missing", "T").with_key("k"))
+        .collect();
     house.enqueue(&lost).await;
     house.enqueue(&numbered("k", "m", 5)).await;
     let relay = house.relay(house.broker.clone(), brisk().with_batch_rows_max(16));
-    eventually(DEADLINE, "the good ones are out", || async { house.ids("orders").len() == 5 }).await;
+    eventually(DEADLINE, "the good ones are out", || async {
+        house.ids("orders").len() == 5
+    })
+    .await;
     assert_eq!(house.pending().await, 30);
     house.broker.create_topic("missing", 1).unwrap();
     house.drained().await;
@@ -137,12 +174,16 @@ async fn failing_heads_keep_their_key_in_order_and_other_keys_flow() {
     }
     let seed = fastrand::u64(..);
     println!("seed {seed}");
-    let failing = Gap(FaultyPublisher::new(house.broker.clone()).with_random_faults(
-        seed,
-        30,
-        Fault::Fail(FailureScope::Destination),
+    let failing = Altered::gap(
+        FaultyPublisher::new(house.broker.clone()).with_random_faults(
+            seed,
+            30,
+            Fault::Fail(FailureScope::Destination),
+        ),
+    );
+    let config = brisk().with_backoff(relaybox::backoff::DelayPolicy::fixed(
+        Duration::from_millis(1),
     ));
-    let config = brisk().with_backoff(relaybox::backoff::DelayPolicy::fixed(Duration::from_millis(1)));
     let relay = house.relay(failing, config);
     house.drained().await;
     relay.stop().await.unwrap();
@@ -156,7 +197,8 @@ async fn failing_heads_keep_their_key_in_order_and_other_keys_flow() {
 async fn a_lost_confirm_costs_a_copy_and_keeps_the_order_of_first_appearances() {
     let house = House::new().await;
     house.enqueue(&numbered("k", "m", 6)).await;
-    let losing = Gap(FaultyPublisher::new(house.broker.clone()).with_fault(3, Fault::LoseConfirm));
+    let losing =
+        Altered::gap(FaultyPublisher::new(house.broker.clone()).with_fault(3, Fault::LoseConfirm));
     let relay = house.relay(losing, brisk());
     house.drained().await;
     relay.stop().await.unwrap();
@@ -170,10 +212,17 @@ async fn a_lost_confirm_costs_a_copy_and_keeps_the_order_of_first_appearances() 
 async fn relays_started_together_send_everything_once() {
     let house = House::new().await;
     for n in 0..20 {
-        house.enqueue(&numbered(&format!("k{n}"), &format!("k{n}"), 25)).await;
+        house
+            .enqueue(&numbered(&format!("k{n}"), &format!("k{n}"), 25))
+            .await;
     }
     let relays: Vec<_> = (0..4)
-        .map(|n| house.relay(house.broker.clone(), brisk().with_batch_rows_max(50).with_workers(1 + n % 2)))
+        .map(|n| {
+            house.relay(
+                house.broker.clone(),
+                brisk().with_batch_rows_max(50).with_workers(1 + n % 2),
+            )
+        })
         .collect();
     house.drained().await;
     for relay in relays {
@@ -195,7 +244,10 @@ async fn a_stop_waits_for_confirms_and_gives_the_lanes_back_at_once() {
     let house = House::new().await;
     house.enqueue(&numbered("k", "m", 3)).await;
     let (reached, release) = (Signal::new(), Signal::new());
-    let hang = Fault::Hang { reached: reached.clone(), release: release.clone() };
+    let hang = Fault::Hang {
+        reached: reached.clone(),
+        release: release.clone(),
+    };
     let hanging = FaultyPublisher::new(house.broker.clone()).with_fault(1, hang);
     // A lease far longer than the test: only lanes that were given back can be taken over.
     let config = || RelayConfig::default().with_lease(Duration::from_secs(3_600));
@@ -218,9 +270,15 @@ async fn what_is_unconfirmed_at_the_stop_deadline_stays_pending() {
     let house = House::new().await;
     house.enqueue(&numbered("k", "m", 1)).await;
     let reached = Signal::new();
-    let hang = Fault::Hang { reached: reached.clone(), release: Signal::new() };
+    let hang = Fault::Hang {
+        reached: reached.clone(),
+        release: Signal::new(),
+    };
     let hanging = FaultyPublisher::new(house.broker.clone()).with_fault(1, hang);
-    let relay = house.relay(hanging, brisk().with_shutdown_deadline(Duration::from_millis(50)));
+    let relay = house.relay(
+        hanging,
+        brisk().with_shutdown_deadline(Duration::from_millis(50)),
+    );
     reached.wait().await;
     relay.stop().await.unwrap();
     assert_eq!(house.pending().await, 1);
@@ -229,7 +287,10 @@ async fn what_is_unconfirmed_at_the_stop_deadline_stays_pending() {
 #[tokio::test]
 async fn a_lease_that_a_publish_may_outlive_is_refused() {
     let house = House::new().await;
-    let relay = house.relay(house.broker.clone(), RelayConfig::default().with_lease(Duration::from_secs(1)));
+    let relay = house.relay(
+        house.broker.clone(),
+        RelayConfig::default().with_lease(Duration::from_secs(1)),
+    );
     let error = relay.ended().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration);
     assert_eq!(error.violation().unwrap().field, "lease");
@@ -238,35 +299,11 @@ async fn a_lease_that_a_publish_may_outlive_is_refused() {
 #[tokio::test]
 async fn a_store_without_tables_is_an_error_at_start() {
     let directory = tempfile::tempdir().unwrap();
-    let store = SqliteStore::connect(directory.path().join("empty.db")).await.unwrap();
+    let store = SqliteStore::connect(directory.path().join("empty.db"))
+        .await
+        .unwrap();
     let house = House::new().await;
     let relay = Relay::new(store, house.broker.clone()).with_config(brisk());
     let error = relay.run_until(std::future::pending()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-}
-
-/// The same publisher, declared as one whose failures leave gaps.
-struct Gap<P>(P);
-
-impl<P: Publisher> Publisher for Gap<P> {
-    fn capabilities(&self) -> PublisherCapabilities {
-        let mut capabilities = self.0.capabilities();
-        capabilities.order = PublisherOrder::Gap;
-        capabilities
-    }
-
-    fn publish<'a>(
-        &'a self,
-        batch: &'a [Outgoing],
-    ) -> futures_util::future::BoxFuture<'a, Vec<PublishOutcome>> {
-        self.0.publish(batch)
-    }
-
-    fn check<'a>(&'a self, destinations: &'a [String]) -> futures_util::future::BoxFuture<'a, Result<()>> {
-        self.0.check(destinations)
-    }
-
-    fn close(&self, deadline: Duration) -> futures_util::future::BoxFuture<'_, Result<()>> {
-        self.0.close(deadline)
-    }
 }

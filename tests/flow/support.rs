@@ -1,14 +1,15 @@
 //! A house to test in: outbox and inbox in one SQLite file, a broker in memory, and things that run until told.
 
 use std::future::Future;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use relaybox::broker::memory::MemoryBroker;
-use relaybox::broker::{Publisher, Subscriber};
+use relaybox::broker::{PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder};
 use relaybox::consumer::{Consumer, ConsumerConfig, Handler};
-use relaybox::envelope::Incoming;
+use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::Ladder;
 use relaybox::outbox::Outbox;
 use relaybox::relay::{Relay, RelayConfig};
@@ -22,7 +23,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 /// Longest wait for anything that must happen; only a failing test waits that long.
-pub const DEADLINE: Duration = Duration::from_secs(60);
+pub const DEADLINE: Duration = Duration::from_secs(30);
 
 pub struct House {
     _directory: TempDir,
@@ -33,15 +34,22 @@ pub struct House {
 impl House {
     /// A migrated store, an `effect` table, and a topic `orders` of three partitions.
     pub async fn new() -> Self {
+        // `RUST_LOG=relaybox=debug` shows what happens inside.
+        let _ = tracing_subscriber::fmt()
+            .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+            .with_test_writer()
+            .try_init();
         let directory = tempfile::tempdir().unwrap();
         let store = SqliteStore::connect(directory.path().join("house.db"))
             .await
             .unwrap();
         store.migrate().await.unwrap();
-        sqlx::raw_sql("CREATE TABLE effect (n INTEGER PRIMARY KEY, consumer TEXT, message_id TEXT, key TEXT)")
-            .execute(store.pool())
-            .await
-            .unwrap();
+        sqlx::raw_sql(
+            "CREATE TABLE effect (n INTEGER PRIMARY KEY, consumer TEXT, message_id TEXT, key TEXT)",
+        )
+        .execute(store.pool())
+        .await
+        .unwrap();
         let broker = MemoryBroker::new();
         broker.create_topic("orders", 3).unwrap();
         Self {
@@ -133,7 +141,7 @@ impl House {
 
 /// A relay with settings that do not wait long.
 pub fn brisk() -> RelayConfig {
-    RelayConfig::default().with_lease(Duration::from_millis(2_100))
+    RelayConfig::default().with_lease(Duration::from_secs(4))
 }
 
 pub fn quick() -> ConsumerConfig {
@@ -168,7 +176,7 @@ pub async fn write_effect(db: &mut SqliteConnection, consumer: &str, incoming: &
 }
 
 pub fn loaded(count: &AtomicU64) -> u64 {
-    count.load(std::sync::atomic::Ordering::SeqCst)
+    count.load(Ordering::SeqCst)
 }
 
 /// A relay or consumer running in a task.
@@ -178,7 +186,9 @@ pub struct Running {
 }
 
 impl Running {
-    pub fn start<F>(run: impl FnOnce(std::pin::Pin<Box<dyn Future<Output = ()> + Send>>) -> F) -> Self
+    pub fn start<F>(
+        run: impl FnOnce(std::pin::Pin<Box<dyn Future<Output = ()> + Send>>) -> F,
+    ) -> Self
     where
         F: Future<Output = Result<()>> + Send + 'static,
     {
@@ -216,8 +226,62 @@ impl Running {
     }
 }
 
-/// Publisher and subscriber both, for helpers that need either.
-pub trait Both: Publisher + Subscriber {}
-impl<T: Publisher + Subscriber> Both for T {}
+/// A publisher that answers some messages itself and passes the others on.
+pub struct Altered<P> {
+    inner: P,
+    order: PublisherOrder,
+    answer: Box<dyn Fn(&Outgoing) -> Option<PublishOutcome> + Send + Sync>,
+}
 
-pub type Shared<T> = Arc<std::sync::Mutex<Vec<T>>>;
+impl<P: Publisher> Altered<P> {
+    /// Declared as one whose failures leave gaps.
+    pub fn gap(inner: P) -> Self {
+        Self {
+            inner,
+            order: PublisherOrder::Gap,
+            answer: Box::new(|_| None),
+        }
+    }
+
+    pub fn answering(
+        inner: P,
+        answer: impl Fn(&Outgoing) -> Option<PublishOutcome> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            order: inner.capabilities().order,
+            inner,
+            answer: Box::new(answer),
+        }
+    }
+}
+
+impl<P: Publisher> Publisher for Altered<P> {
+    fn capabilities(&self) -> PublisherCapabilities {
+        let mut capabilities = self.inner.capabilities();
+        capabilities.order = self.order;
+        capabilities
+    }
+
+    fn publish<'a>(&'a self, batch: &'a [Outgoing]) -> BoxFuture<'a, Vec<PublishOutcome>> {
+        Box::pin(async move {
+            let answers: Vec<_> = batch.iter().map(|sent| (self.answer)(sent)).collect();
+            let passed: Vec<_> = (batch.iter().zip(&answers))
+                .filter(|(_, answer)| answer.is_none())
+                .map(|(sent, _)| sent.clone())
+                .collect();
+            let mut outcomes = self.inner.publish(&passed).await.into_iter();
+            let next = |answer: Option<_>| answer.or_else(|| outcomes.next());
+            answers.into_iter().filter_map(next).collect()
+        })
+    }
+
+    fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
+        self.inner.check(destinations)
+    }
+
+    fn close(&self, deadline: Duration) -> BoxFuture<'_, Result<()>> {
+        self.inner.close(deadline)
+    }
+}
+
+pub type Shared<T> = Arc<Mutex<Vec<T>>>;

@@ -1,1 +1,198 @@
-//! Adapter.
+//! PostgreSQL 13 or later, through sqlx.
+//!
+//! A [`PostgresStore`] stands on the service's own pool. The relay's statements (leases, fetch, settle) run on a small
+//! pool of their own, opened at their first use with the same connect options and planner settings that keep them on
+//! index plans: each is one statement and one round trip, on a connection that no handler can exhaust. These
+//! connections do not run the service pool's `after_connect` hook, and a proxy in between must let start-up `options`
+//! pass.
+//!
+//! Instants are compared by the database's clock only, and travel in binary: the session's `TimeZone` has no effect.
+
+mod dead_letters;
+mod error;
+mod inbox;
+mod outbox;
+mod sql;
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use sqlx::Row;
+use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgRow};
+use time::OffsetDateTime;
+
+use self::sql::Sql;
+use super::{Prefix, header_codec};
+use crate::error::{Error, ErrorKind, Result};
+use crate::message::Message;
+
+/// Longest wait for a connection of the relay's pool, and of a pool made by [`PostgresStore::connect`].
+const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Most connections of the relay's pool: workers beyond that many wait for each other.
+const RELAY_CONNECTIONS_MAX: u32 = 8;
+
+/// Outbox, inbox and dead letters in one PostgreSQL database. A clone is cheap and shares the pools.
+#[derive(Clone)]
+pub struct PostgresStore {
+    pool: PgPool,
+    /// Opened at first use: a service that only enqueues has none.
+    relay_pool: Arc<OnceLock<PgPool>>,
+    prefix: Prefix,
+    sql: Arc<Sql>,
+    lock_wait: Duration,
+}
+
+impl PostgresStore {
+    /// A store over the service's pool, with the tables' default prefix.
+    #[must_use]
+    pub fn new(pool: PgPool) -> Self {
+        let prefix = Prefix::default();
+        Self {
+            pool,
+            relay_pool: Arc::default(),
+            sql: Arc::new(Sql::new(&prefix)),
+            prefix,
+            lock_wait: Duration::from_secs(5),
+        }
+    }
+
+    /// Connects to `url` with a pool of sqlx's defaults, but at most 5 seconds of waiting for a connection.
+    ///
+    /// # Errors
+    /// [`Configuration`](ErrorKind::Configuration) for an unusable URL, otherwise why the database cannot be used,
+    /// within seconds, naming host, port and database.
+    pub async fn connect(url: &str) -> Result<Self> {
+        let options = PgConnectOptions::from_str(url).map_err(|e| {
+            Error::new(
+                ErrorKind::Configuration,
+                "connect",
+                "the URL is not one of PostgreSQL",
+            )
+            .with_source(e)
+        })?;
+        let pool = PgPoolOptions::new()
+            .acquire_timeout(ACQUIRE_TIMEOUT)
+            .connect_lazy_with(options);
+        let connected = pool.acquire().await.map(drop);
+        connected.map_err(|e| error::of_pool("connect", &pool, e))?;
+        Ok(Self::new(pool))
+    }
+
+    /// Sets what the tables' names begin with.
+    #[must_use]
+    pub fn with_prefix(mut self, prefix: Prefix) -> Self {
+        self.sql = Arc::new(Sql::new(&prefix));
+        self.prefix = prefix;
+        self
+    }
+
+    /// Sets how long recording an id waits for another transaction that holds the same one (default 5 s).
+    #[must_use]
+    pub const fn with_lock_wait(mut self, lock_wait: Duration) -> Self {
+        self.lock_wait = lock_wait;
+        self
+    }
+
+    /// The service's pool.
+    #[must_use]
+    pub const fn pool(&self) -> &PgPool {
+        &self.pool
+    }
+
+    /// Creates or upgrades the tables, and the schema if the prefix names one that is missing. Applied migrations are
+    /// counted in `{prefix}migrations`. Repeating it is harmless, also from several processes at once.
+    ///
+    /// # Errors
+    /// As the database's.
+    pub async fn migrate(&self) -> Result<()> {
+        let failed = |e| error::of_pool("migrate", &self.pool, e);
+        let mut connection = self.pool.acquire().await.map_err(failed)?;
+        let mut migrator = sql::migrator(&self.prefix);
+        if let Some((schema, _)) = self.prefix.as_str().split_once('.') {
+            // Asked first, because even CREATE SCHEMA IF NOT EXISTS needs a right that a service may not have.
+            let missing: bool = sqlx::query_scalar("SELECT to_regnamespace($1) IS NULL")
+                .bind(schema)
+                .fetch_one(&mut *connection)
+                .await
+                .map_err(failed)?;
+            if missing {
+                migrator.create_schema(schema.to_owned());
+            }
+        }
+        let migrated = migrator.run(&mut *connection).await;
+        if migrated.is_err() {
+            // The migrator leaves its advisory lock on the session; it must not go back to the pool with it.
+            connection.close_on_drop();
+        }
+        migrated.map_err(|e| error::of_migration(&self.pool, e))
+    }
+
+    fn relay_pool(&self) -> &PgPool {
+        self.relay_pool.get_or_init(|| {
+            let options = PgConnectOptions::clone(&self.pool.connect_options());
+            PgPoolOptions::new()
+                .max_connections(RELAY_CONNECTIONS_MAX)
+                .acquire_timeout(ACQUIRE_TIMEOUT)
+                // A ping before each statement would double the round trips; a broken connection fails once.
+                .test_before_acquire(false)
+                .connect_lazy_with(options.options(sql::RELAY_SETTINGS))
+        })
+    }
+
+    fn relay_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {
+        let pool = self.relay_pool().clone();
+        move |error| error::of_pool(operation, &pool, error)
+    }
+
+    fn pool_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {
+        move |error| error::of_pool(operation, &self.pool, error)
+    }
+}
+
+impl fmt::Debug for PostgresStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresStore")
+            .field("target", &error::target(&self.pool.connect_options()))
+            .field("prefix", &self.prefix)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Reads the columns of `sql::MESSAGE`, of which the first has number `first`.
+fn read_message(row: &PgRow, first: usize) -> Result<Message> {
+    let read = || -> Result<Message, sqlx::Error> {
+        let destination: String = row.try_get(first + 1)?;
+        let event_type: String = row.try_get(first + 3)?;
+        let id: String = row.try_get(first)?;
+        let mut message = Message::new(destination, event_type).with_id(id);
+        message.key = row
+            .try_get::<Option<Vec<u8>>, _>(first + 2)?
+            .map(Into::into);
+        message.content_type = row.try_get(first + 4)?;
+        message.payload = row
+            .try_get::<Option<Vec<u8>>, _>(first + 6)?
+            .map(Into::into);
+        message.version = row.try_get(first + 7)?;
+        message.occurred_at = row.try_get::<OffsetDateTime, _>(first + 8)?;
+        Ok(message)
+    };
+    let unreadable = |e| error::of_statement("read message", e);
+    let mut message = read().map_err(unreadable)?;
+    let headers: Option<&str> = row.try_get(first + 5).map_err(unreadable)?;
+    header_codec::decode(headers, &mut message)?;
+    Ok(message)
+}
+
+/// The stored size, as the column counts it.
+fn size(message: &Message) -> i32 {
+    i32::try_from(message.bytes()).unwrap_or(i32::MAX)
+}
+
+/// A duration as whole microseconds, held at about a century: PostgreSQL's interval arithmetic has an end.
+fn micros(duration: Duration) -> i64 {
+    const CENTURY: i64 = 100 * 365 * 24 * 60 * 60 * 1_000_000;
+    i64::try_from(duration.as_micros()).map_or(CENTURY, |micros| micros.min(CENTURY))
+}

@@ -1,0 +1,103 @@
+-- The tables of relaybox for PostgreSQL 13 or later. What each column does: migrations/README.md.
+
+CREATE TABLE relaybox_outbox (
+    -- First, because defaults are evaluated in column order: a transaction has its id before it draws a position,
+    -- and a reader's scan floor rests on that.
+    xid          xid8        NOT NULL DEFAULT pg_current_xact_id(),
+    position     bigint      GENERATED ALWAYS AS IDENTITY (CACHE 1 NO CYCLE),
+    lane         int         NOT NULL CHECK (lane BETWEEN 0 AND 15),
+    message_id   text        NOT NULL,
+    destination  text        NOT NULL,
+    key          bytea,
+    event_type   text        NOT NULL,
+    content_type text,
+    headers      text,
+    payload      bytea,
+    size         int         NOT NULL CHECK (size >= 0),
+    version      bigint,
+    occurred_at  timestamptz NOT NULL DEFAULT clock_timestamp()
+        CHECK (occurred_at >= '0001-01-01 00:00:00+00' AND occurred_at < '9999-12-31 00:00:00+00'),
+    PRIMARY KEY (lane, position)
+) WITH (
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 10000,
+    autovacuum_vacuum_insert_threshold = -1,
+    autovacuum_analyze_scale_factor = 0,
+    autovacuum_analyze_threshold = 100000
+);
+
+CREATE TABLE relaybox_outbox_aside (
+    position     bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    state        text        NOT NULL,
+    reason       text        NOT NULL,
+    error        text,
+    due_at       timestamptz,
+    attempts     int         NOT NULL DEFAULT 0,
+    set_aside_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    lane         int         NOT NULL CHECK (lane BETWEEN 0 AND 15),
+    message_id   text        NOT NULL,
+    destination  text        NOT NULL,
+    key          bytea,
+    event_type   text        NOT NULL,
+    content_type text,
+    headers      text,
+    payload      bytea,
+    size         int         NOT NULL,
+    version      bigint,
+    occurred_at  timestamptz NOT NULL
+);
+
+CREATE TABLE relaybox_outbox_lane (
+    lane       int         PRIMARY KEY CHECK (lane BETWEEN 0 AND 15),
+    token      bigint      NOT NULL DEFAULT 0,
+    owner      text,
+    expires_at timestamptz NOT NULL DEFAULT '1970-01-01 00:00:00+00'
+) WITH (
+    fillfactor = 50,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 200
+);
+
+INSERT INTO relaybox_outbox_lane (lane) SELECT generate_series(0, 15);
+
+CREATE TABLE relaybox_inbox (
+    consumer    text        NOT NULL,
+    message_id  text        NOT NULL,
+    recorded_at timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (consumer, message_id)
+) WITH (
+    autovacuum_vacuum_scale_factor = 0.01,
+    autovacuum_vacuum_threshold = 10000
+);
+
+-- Without a name, because an index lives in the schema of its table and may not name it.
+CREATE INDEX ON relaybox_inbox (recorded_at);
+
+CREATE TABLE relaybox_dead_letter (
+    position         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    consumer         text        NOT NULL,
+    message_id       text        NOT NULL,
+    redrive_count    bigint      NOT NULL,
+    reason           text,
+    retry_count      bigint      NOT NULL,
+    first_failed_at  timestamptz,
+    last_failed_at   timestamptz,
+    last_error       text,
+    origin_topic     text,
+    origin_partition text,
+    origin_offset    text,
+    destination      text        NOT NULL,
+    key              bytea,
+    event_type       text        NOT NULL,
+    content_type     text,
+    headers          text,
+    payload          bytea,
+    size             int         NOT NULL,
+    version          bigint,
+    occurred_at      timestamptz NOT NULL,
+    stored_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    UNIQUE (consumer, message_id, redrive_count)
+);
+
+-- Serves a consumer's list, oldest first, and its count.
+CREATE INDEX ON relaybox_dead_letter (consumer, position);

@@ -1,0 +1,86 @@
+-- The tables of relaybox for SQLite 3.42 or later. What each column does: migrations/README.md.
+-- Instants are whole microseconds since 1970-01-01 00:00 UTC.
+
+CREATE TABLE relaybox_outbox (
+    -- AUTOINCREMENT: a position is never used twice, also after the newest row is gone.
+    position     INTEGER PRIMARY KEY AUTOINCREMENT,
+    lane         INTEGER NOT NULL CHECK (lane BETWEEN 0 AND 15),
+    message_id   TEXT    NOT NULL,
+    destination  TEXT    NOT NULL,
+    key          BLOB,
+    event_type   TEXT    NOT NULL,
+    content_type TEXT,
+    headers      TEXT,
+    payload      BLOB,
+    size         INTEGER NOT NULL CHECK (size BETWEEN 0 AND 2147483647),
+    version      INTEGER,
+    occurred_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    UNIQUE (lane, position)
+) STRICT;
+
+CREATE TABLE relaybox_outbox_aside (
+    position     INTEGER PRIMARY KEY AUTOINCREMENT,
+    state        TEXT    NOT NULL,
+    reason       TEXT    NOT NULL,
+    error        TEXT,
+    due_at       INTEGER,
+    attempts     INTEGER NOT NULL DEFAULT 0,
+    set_aside_at INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    lane         INTEGER NOT NULL CHECK (lane BETWEEN 0 AND 15),
+    message_id   TEXT    NOT NULL,
+    destination  TEXT    NOT NULL,
+    key          BLOB,
+    event_type   TEXT    NOT NULL,
+    content_type TEXT,
+    headers      TEXT,
+    payload      BLOB,
+    size         INTEGER NOT NULL,
+    version      INTEGER,
+    occurred_at  INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE relaybox_outbox_lane (
+    lane       INTEGER PRIMARY KEY CHECK (lane BETWEEN 0 AND 15),
+    token      INTEGER NOT NULL DEFAULT 0,
+    owner      TEXT,
+    expires_at INTEGER NOT NULL DEFAULT 0
+) STRICT;
+
+INSERT INTO relaybox_outbox_lane (lane)
+VALUES (0), (1), (2), (3), (4), (5), (6), (7), (8), (9), (10), (11), (12), (13), (14), (15);
+
+CREATE TABLE relaybox_inbox (
+    consumer    TEXT    NOT NULL,
+    message_id  TEXT    NOT NULL,
+    recorded_at INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    PRIMARY KEY (consumer, message_id),
+    -- Only for its index: CREATE INDEX cannot follow a schema prefix.
+    UNIQUE (recorded_at, consumer, message_id)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE relaybox_dead_letter (
+    position         INTEGER PRIMARY KEY AUTOINCREMENT,
+    consumer         TEXT    NOT NULL,
+    message_id       TEXT    NOT NULL,
+    redrive_count    INTEGER NOT NULL,
+    reason           TEXT,
+    retry_count      INTEGER NOT NULL,
+    first_failed_at  INTEGER,
+    last_failed_at   INTEGER,
+    last_error       TEXT,
+    origin_topic     TEXT,
+    origin_partition TEXT,
+    origin_offset    TEXT,
+    destination      TEXT    NOT NULL,
+    key              BLOB,
+    event_type       TEXT    NOT NULL,
+    content_type     TEXT,
+    headers          TEXT,
+    payload          BLOB,
+    size             INTEGER NOT NULL,
+    version          INTEGER,
+    occurred_at      INTEGER NOT NULL,
+    stored_at        INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    UNIQUE (consumer, message_id, redrive_count),
+    UNIQUE (consumer, position)
+) STRICT;

@@ -1,0 +1,349 @@
+//! Writing in the caller's transaction; leasing, reading and settling for relays.
+
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, FutureExt};
+use sqlx::{PgConnection, Row};
+use time::OffsetDateTime;
+
+use super::{PostgresStore, error, micros, read_message, size};
+use crate::error::{Error, Result};
+use crate::lane::{LANES, Lane, lane_of};
+use crate::message::Message;
+use crate::store::header_codec::{self, without_nul};
+use crate::store::{
+    Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
+    SettlementBatch, Verdict,
+};
+
+impl Enqueue for PostgresStore {
+    type Connection = PgConnection;
+
+    /// One statement of any number of messages.
+    async fn insert(&self, connection: &mut PgConnection, messages: &[Message]) -> Result<()> {
+        if messages.is_empty() {
+            return Ok(());
+        }
+        for message in messages {
+            storable(message)?;
+        }
+        let all = messages.iter();
+        let column = |text: fn(&Message) -> &str| all.clone().map(text).collect::<Vec<_>>();
+        sqlx::query(self.sql.insert.clone())
+            .bind(all.clone().map(lane).collect::<Vec<_>>())
+            .bind(column(|m| m.id.as_str()))
+            .bind(column(|m| &m.destination))
+            .bind(all.clone().map(|m| m.key.as_deref()).collect::<Vec<_>>())
+            .bind(column(|m| &m.event_type))
+            .bind(
+                all.clone()
+                    .map(|m| m.content_type.as_deref())
+                    .collect::<Vec<_>>(),
+            )
+            .bind(all.clone().map(header_codec::encode).collect::<Vec<_>>())
+            .bind(
+                all.clone()
+                    .map(|m| m.payload.as_deref())
+                    .collect::<Vec<_>>(),
+            )
+            .bind(all.clone().map(|m| m.version).collect::<Vec<_>>())
+            .bind(
+                all.clone()
+                    .map(|m| m.occurred_at)
+                    .collect::<Vec<OffsetDateTime>>(),
+            )
+            .bind(all.map(size).collect::<Vec<_>>())
+            .execute(connection)
+            .await
+            .map_err(|e| error::of_statement("enqueue", e))?;
+        Ok(())
+    }
+}
+
+/// Messages of a key share its lane; those without one are spread by their id.
+fn lane(message: &Message) -> Lane {
+    let id = message.id.as_str().as_bytes();
+    lane_of(message.key.as_deref().unwrap_or(id))
+}
+
+/// Refuses what a column cannot hold before it is sent: a failed statement would abort the caller's transaction.
+fn storable(message: &Message) -> Result<()> {
+    let texts = [
+        ("id", Some(message.id.as_str())),
+        ("destination", Some(&*message.destination)),
+        ("event_type", Some(&*message.event_type)),
+        ("content_type", message.content_type.as_deref()),
+    ];
+    for (field, text) in texts {
+        if let Some(text) = text.filter(|text| text.contains('\0')) {
+            return Err(Error::invalid(field, "text without NUL", text));
+        }
+    }
+    let year = message.occurred_at.to_offset(time::UtcOffset::UTC).year();
+    if !(1..=9998).contains(&year) {
+        return Err(Error::invalid(
+            "occurred_at",
+            "in the years 1 to 9998",
+            message.occurred_at.to_string(),
+        ));
+    }
+    Ok(())
+}
+
+impl OutboxStore for PostgresStore {
+    fn name(&self) -> &'static str {
+        "postgres"
+    }
+
+    fn check(&self) -> BoxFuture<'_, Result<()>> {
+        async move {
+            let row = sqlx::query(self.sql.check_outbox.clone())
+                .fetch_one(self.relay_pool())
+                .await
+                .map_err(self.relay_error("check outbox"))?;
+            let failed = self.relay_error("check outbox");
+            let (lanes, _): (i64, i64) = (
+                row.try_get(0).map_err(&failed)?,
+                row.try_get(1).map_err(&failed)?,
+            );
+            let in_order: bool = row.try_get(2).map_err(&failed)?;
+            let gapless: bool = row.try_get(3).map_err(&failed)?;
+            let encoding: String = row.try_get(4).map_err(&failed)?;
+            if lanes != i64::from(LANES) {
+                return Err(Error::configuration(
+                    "rows of outbox_lane",
+                    LANES.to_string(),
+                    lanes.to_string(),
+                ));
+            }
+            if !(in_order && gapless) {
+                return Err(Error::configuration(
+                    "outbox.position",
+                    "an identity (GENERATED ALWAYS, CACHE 1, NO CYCLE) behind column xid, as migrated",
+                    "another definition",
+                ));
+            }
+            if encoding != "UTF8" {
+                return Err(Error::configuration(
+                    "server_encoding",
+                    "UTF8",
+                    encoding,
+                ));
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn lease<'a>(
+        &'a self,
+        relay: &'a str,
+        count_max: usize,
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Vec<Lease>>> {
+        async move {
+            let rows: Vec<(Lane, i64)> = sqlx::query_as(self.sql.lease.clone())
+                .bind(without_nul(relay))
+                .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
+                .bind(micros(duration))
+                .fetch_all(self.relay_pool())
+                .await
+                .map_err(self.relay_error("lease lanes"))?;
+            Ok(leases_of(rows))
+        }
+        .boxed()
+    }
+
+    fn renew<'a>(
+        &'a self,
+        leases: &'a [Lease],
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Vec<Lease>>> {
+        async move {
+            let (lanes, tokens) = columns_of(leases);
+            let rows: Vec<(Lane, i64)> = sqlx::query_as(self.sql.renew.clone())
+                .bind(lanes)
+                .bind(tokens)
+                .bind(micros(duration))
+                .fetch_all(self.relay_pool())
+                .await
+                .map_err(self.relay_error("renew leases"))?;
+            Ok(leases_of(rows))
+        }
+        .boxed()
+    }
+
+    fn release<'a>(&'a self, leases: &'a [Lease]) -> BoxFuture<'a, Result<()>> {
+        async move {
+            let (lanes, tokens) = columns_of(leases);
+            sqlx::query(self.sql.release.clone())
+                .bind(lanes)
+                .bind(tokens)
+                .execute(self.relay_pool())
+                .await
+                .map_err(self.relay_error("release leases"))?;
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn reader(&self) -> Box<dyn OutboxReader> {
+        Box::new(Reader {
+            store: self.clone(),
+            turn: 0,
+        })
+    }
+
+    fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {
+        async move {
+            let sql = self.sql.pending.clone();
+            count(self, "count pending", sql, count_max).await
+        }
+        .boxed()
+    }
+
+    fn aside(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {
+        async move {
+            let sql = self.sql.aside.clone();
+            count(self, "count aside", sql, count_max).await
+        }
+        .boxed()
+    }
+}
+
+async fn count(
+    store: &PostgresStore,
+    operation: &'static str,
+    sql: sqlx::SqlStr,
+    count_max: u64,
+) -> Result<u64> {
+    let counted: i64 = sqlx::query_scalar(sql)
+        .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
+        .fetch_one(store.relay_pool())
+        .await
+        .map_err(store.relay_error(operation))?;
+    Ok(u64::try_from(counted).unwrap_or(0))
+}
+
+fn leases_of(rows: Vec<(Lane, i64)>) -> Vec<Lease> {
+    let mut leases: Vec<Lease> = rows
+        .into_iter()
+        .map(|(lane, token)| Lease { lane, token })
+        .collect();
+    leases.sort_by_key(|lease| lease.lane);
+    leases
+}
+
+fn columns_of(leases: &[Lease]) -> (Vec<Lane>, Vec<i64>) {
+    leases.iter().map(|lease| (lease.lane, lease.token)).unzip()
+}
+
+/// Reads every lane from its first row. Its private state is where a floor of the scan belongs.
+struct Reader {
+    store: PostgresStore,
+    /// Which lane goes first when there are more lanes than rows allowed.
+    turn: usize,
+}
+
+impl OutboxReader for Reader {
+    fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>> {
+        async move {
+            let count = request.leases.len();
+            if count == 0 || request.rows_max == 0 {
+                return Ok(Page::default());
+            }
+            let mut leases = request.leases.clone();
+            leases.rotate_left(self.turn % count);
+            self.turn = (self.turn + 1) % count;
+            let (lanes, tokens) = columns_of(&leases);
+            let lane_rows = (request.rows_max / count).max(1);
+            let lane_bytes = request.bytes_max / count;
+            let rows = sqlx::query(self.store.sql.fetch.clone())
+                .bind(lanes)
+                .bind(tokens)
+                .bind(vec![0_i64; count])
+                .bind(i64::try_from(lane_rows).unwrap_or(i64::MAX))
+                .bind(&request.closed)
+                .bind(i64::try_from(lane_bytes).unwrap_or(i64::MAX))
+                .bind(i64::try_from(request.rows_max).unwrap_or(i64::MAX))
+                .fetch_all(self.store.relay_pool())
+                .await
+                .map_err(self.store.relay_error("fetch"))?;
+            let mut page = Page {
+                full: rows.len() >= request.rows_max,
+                ..Page::default()
+            };
+            let mut read = [0_usize; LANES as usize];
+            for row in &rows {
+                let failed = self.store.relay_error("fetch");
+                let lane: Lane = row.try_get(0).map_err(&failed)?;
+                let position: i64 = row.try_get(1).map_err(&failed)?;
+                let cut: bool = row.try_get(11).map_err(&failed)?;
+                let in_lane = usize::try_from(lane)
+                    .ok()
+                    .and_then(|lane| read.get_mut(lane));
+                let count = in_lane.map_or(0, |count| {
+                    *count += 1;
+                    *count
+                });
+                page.full |= cut || count >= lane_rows;
+                match read_message(row, 2) {
+                    Ok(message) => page.rows.push(PendingMessage {
+                        lane,
+                        position,
+                        message,
+                    }),
+                    Err(error) => page.unreadable.push((lane, position, error)),
+                }
+            }
+            // The statement promises no order; in practice this finds its input sorted by lane.
+            page.rows.sort_by_key(|row| (row.lane, row.position));
+            Ok(page)
+        }
+        .boxed()
+    }
+
+    fn settle<'a>(&'a mut self, batch: &'a SettlementBatch) -> BoxFuture<'a, Result<Settled>> {
+        async move {
+            if batch.verdicts.is_empty() {
+                return Ok(Settled::default());
+            }
+            let (lanes, tokens) = columns_of(&batch.leases);
+            let (mut confirmed, mut parked) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
+            let (mut reasons, mut errors) = (Vec::new(), Vec::new());
+            for (lane, position, verdict) in &batch.verdicts {
+                match verdict {
+                    Verdict::Confirmed => {
+                        confirmed.0.push(*lane);
+                        confirmed.1.push(*position);
+                    }
+                    Verdict::Parked { reason, error } => {
+                        parked.0.push(*lane);
+                        parked.1.push(*position);
+                        reasons.push(reason.as_str());
+                        // Refused here, one NUL would fail the whole batch for ever.
+                        errors.push(without_nul(error));
+                    }
+                }
+            }
+            let applied: i64 = sqlx::query_scalar(self.store.sql.settle.clone())
+                .bind(lanes)
+                .bind(tokens)
+                .bind(confirmed.0)
+                .bind(confirmed.1)
+                .bind(parked.0)
+                .bind(parked.1)
+                .bind(reasons)
+                .bind(errors)
+                .fetch_one(self.store.relay_pool())
+                .await
+                .map_err(self.store.relay_error("settle"))?;
+            let applied = usize::try_from(applied).unwrap_or(0);
+            Ok(Settled {
+                applied,
+                fenced: batch.verdicts.len().saturating_sub(applied),
+            })
+        }
+        .boxed()
+    }
+}

@@ -1,0 +1,220 @@
+//! Every statement, built once from the validated prefix.
+
+use std::sync::Arc;
+
+use sqlx::migrate::{Migration, MigrationType, Migrator};
+use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
+
+use crate::store::Prefix;
+
+/// Columns of a message, in the order in which rows are read.
+const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
+    version, occurred_at";
+
+/// Planner settings of the relay's connections.
+///
+/// Statistics of an outbox are stale by nature: analysed when empty, it makes the planner prefer a scan and a sort of
+/// the whole table for each lane. Only index plans cost the same at every size.
+pub(super) const RELAY_SETTINGS: [(&str, &str); 6] = [
+    ("enable_seqscan", "off"),
+    ("enable_bitmapscan", "off"),
+    ("enable_hashjoin", "off"),
+    ("enable_mergejoin", "off"),
+    // The fence re-reads a lane row that it had to wait for: a property of this level.
+    ("default_transaction_isolation", "read committed"),
+    ("lock_timeout", "5s"),
+];
+
+/// Ends a transaction in one round trip, and tells whether it really was committed.
+///
+/// COMMIT in an aborted transaction rolls back and reports success. The SELECT fails there, and COMMIT AND CHAIN fails
+/// where the handler ended the transaction by itself; a failing part keeps the rest of the text from running.
+/// The transaction that AND CHAIN begins is there for the driver to end: only so does its nesting count return to 0.
+pub(super) const COMMIT: &str = "SELECT 1; COMMIT AND CHAIN";
+
+pub(super) struct Sql {
+    pub insert: SqlStr,
+    pub lease: SqlStr,
+    pub renew: SqlStr,
+    pub release: SqlStr,
+    pub fetch: SqlStr,
+    pub settle: SqlStr,
+    pub pending: SqlStr,
+    pub aside: SqlStr,
+    pub check_outbox: SqlStr,
+    pub check_inbox: SqlStr,
+    pub record: SqlStr,
+    pub clean_up: SqlStr,
+    pub put: SqlStr,
+    pub list: SqlStr,
+    pub count: SqlStr,
+    pub remove: SqlStr,
+}
+
+impl Sql {
+    pub(super) fn new(prefix: &Prefix) -> Self {
+        let t = prefix.as_str();
+        Self {
+            // Positions are drawn in the order of the sub-select.
+            insert: safe(format!(
+                "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+                 SELECT lane, {MESSAGE}, size \
+                 FROM unnest($1::int[], $2::text[], $3::text[], $4::bytea[], $5::text[], $6::text[], \
+                    $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
+                    WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
+                 ORDER BY place"
+            )),
+            // MATERIALIZED: planned as the inner side of a join, the sub-select could lock more than its LIMIT.
+            lease: safe(format!(
+                "WITH free AS MATERIALIZED ( \
+                    SELECT lane FROM {t}outbox_lane WHERE expires_at <= clock_timestamp() \
+                    ORDER BY expires_at, lane LIMIT $2 FOR UPDATE SKIP LOCKED) \
+                 UPDATE {t}outbox_lane z SET token = z.token + 1, owner = $1, \
+                    expires_at = clock_timestamp() + $3::bigint * interval '1 microsecond' \
+                 FROM free WHERE z.lane = free.lane \
+                 RETURNING z.lane, z.token"
+            )),
+            // A released lane has no owner and cannot be revived by a late renewal.
+            renew: safe(format!(
+                "UPDATE {t}outbox_lane z \
+                 SET expires_at = clock_timestamp() + $3::bigint * interval '1 microsecond' \
+                 FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
+                 WHERE z.lane = l.lane AND z.token = l.token AND z.owner IS NOT NULL \
+                 RETURNING z.lane, z.token"
+            )),
+            release: safe(format!(
+                "UPDATE {t}outbox_lane z SET owner = NULL, expires_at = '1970-01-01 00:00:00+00' \
+                 FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
+                 WHERE z.lane = l.lane AND z.token = l.token"
+            )),
+            // `cut`: the byte limit ends the lane here though a next row is known.
+            // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
+            fetch: safe(format!(
+                "SELECT o.lane, o.position, {MESSAGE}, \
+                    o.bytes + coalesce(o.next_size, 0) > $6 AS cut \
+                 FROM unnest($1::int[], $2::bigint[], $3::bigint[]) AS l(lane, token, floor) \
+                 JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
+                 CROSS JOIN LATERAL ( \
+                    SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size, \
+                        row_number() OVER w AS place \
+                    FROM (SELECT * FROM {t}outbox o \
+                        WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($5::text[]) \
+                        ORDER BY o.position LIMIT $4) p \
+                    WINDOW w AS (ORDER BY p.position)) o \
+                 WHERE o.bytes <= $6 OR o.place = 1 \
+                 LIMIT $7"
+            )),
+            // `held` locks the lanes against a change of hands until the end of this statement, and re-reads a row
+            // that changed while it waited. The rows are deleted by ctid because a join on (lane, position) was seen
+            // to flip into a scan of the whole index.
+            settle: safe(format!(
+                "WITH held AS MATERIALIZED ( \
+                    SELECT z.lane FROM {t}outbox_lane z \
+                    JOIN unnest($1::int[], $2::bigint[]) AS l(lane, token) \
+                        ON z.lane = l.lane AND z.token = l.token \
+                    FOR KEY SHARE OF z), \
+                 confirmed AS ( \
+                    DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
+                        SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
+                        CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
+                            WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
+                        WHERE d.lane IN (SELECT lane FROM held))) \
+                    RETURNING 1), \
+                 parked AS ( \
+                    DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
+                        SELECT x.ctid FROM unnest($5::int[], $6::bigint[]) AS d(lane, position) \
+                        CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
+                            WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
+                        WHERE d.lane IN (SELECT lane FROM held))) \
+                    RETURNING *), \
+                 moved AS ( \
+                    INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
+                    SELECT 'parked', v.reason, v.error, p.lane, {MESSAGE}, p.size \
+                    FROM parked p \
+                    JOIN unnest($5::int[], $6::bigint[], $7::text[], $8::text[]) \
+                        AS v(lane, position, reason, error) \
+                        ON v.lane = p.lane AND v.position = p.position \
+                    ORDER BY p.lane, p.position \
+                    RETURNING 1) \
+                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved)"
+            )),
+            pending: safe(format!(
+                "SELECT count(*) FROM (SELECT 1 FROM {t}outbox LIMIT $1) counted"
+            )),
+            aside: safe(format!(
+                "SELECT count(*) FROM (SELECT 1 FROM {t}outbox_aside LIMIT $1) counted"
+            )),
+            // Names the tables it needs, so that a missing one is an error that says which.
+            check_outbox: safe(format!(
+                "SELECT (SELECT count(*) FROM {t}outbox_lane), \
+                    (SELECT count(*) FROM (SELECT 1 FROM {t}outbox_aside LIMIT 1) a), \
+                    coalesce(x.attnum < p.attnum AND p.attidentity = 'a', false), \
+                    coalesce(s.seqcache = 1 AND NOT s.seqcycle, false), \
+                    current_setting('server_encoding') \
+                 FROM pg_class c \
+                 LEFT JOIN pg_attribute x ON x.attrelid = c.oid AND x.attname = 'xid' \
+                 LEFT JOIN pg_attribute p ON p.attrelid = c.oid AND p.attname = 'position' \
+                 LEFT JOIN pg_sequence s \
+                    ON s.seqrelid = pg_get_serial_sequence('{t}outbox', 'position')::regclass \
+                 WHERE c.oid = '{t}outbox'::regclass"
+            )),
+            check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
+            // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that
+            // the handler's statements keep the session's own.
+            record: safe(format!(
+                "WITH bound AS MATERIALIZED ( \
+                    SELECT current_setting('lock_timeout') AS before, \
+                        set_config('lock_timeout', $3, true) AS now), \
+                 recorded AS ( \
+                    INSERT INTO {t}inbox (consumer, message_id) SELECT $1, $2 FROM bound \
+                    ON CONFLICT DO NOTHING RETURNING 1) \
+                 SELECT count(*), set_config('lock_timeout', (SELECT before FROM bound), true) \
+                 FROM recorded"
+            )),
+            clean_up: safe(format!(
+                "DELETE FROM {t}inbox WHERE ctid = ANY (ARRAY( \
+                    SELECT ctid FROM {t}inbox \
+                    WHERE recorded_at < clock_timestamp() - $1::bigint * interval '1 microsecond' \
+                    ORDER BY recorded_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
+            )),
+            put: safe(format!(
+                "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size) \
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20) \
+                 ON CONFLICT DO NOTHING"
+            )),
+            list: safe(format!(
+                "SELECT position, consumer, {MESSAGE}, redrive_count, reason, retry_count, first_failed_at, \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at \
+                 FROM {t}dead_letter WHERE consumer = $1 AND position > $2 ORDER BY position LIMIT $3"
+            )),
+            count: safe(format!(
+                "SELECT count(*) FROM {t}dead_letter WHERE consumer = $1"
+            )),
+            remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = $1")),
+        }
+    }
+}
+
+/// Safe because [`Prefix`] is: nothing else that a caller chose is in the text. Shared, so that a use costs no copy.
+fn safe(text: String) -> SqlStr {
+    AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
+}
+
+/// The migrations under this prefix, counted in a table of our own.
+pub(super) fn migrator(prefix: &Prefix) -> Migrator {
+    let tables = include_str!("../../../migrations/postgres/0001_relaybox.sql")
+        .replace(Prefix::DEFAULT, prefix.as_str());
+    let migration = Migration::new(
+        1,
+        "relaybox".into(),
+        MigrationType::Simple,
+        safe(tables),
+        false,
+    );
+    let mut migrator = Migrator::with_migrations(vec![migration]);
+    migrator.dangerous_set_table_name(format!("{}migrations", prefix.as_str()));
+    // An older process that starts beside a newer one must not fail at what it does not know.
+    migrator.set_ignore_missing(true);
+    migrator
+}

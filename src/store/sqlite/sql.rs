@@ -1,0 +1,169 @@
+//! Every statement, built once from the validated prefix.
+
+use std::sync::Arc;
+
+use sqlx::migrate::{Migration, MigrationType, Migrator};
+use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
+
+use crate::store::Prefix;
+
+/// Columns of a message, in the order in which rows are read.
+const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
+    version, occurred_at";
+
+/// Takes the write lock at once: a transaction that reads first and writes later is refused, without any waiting, when
+/// another one wrote in between.
+pub(super) const BEGIN: SqlStr = SqlStr::from_static("BEGIN IMMEDIATE");
+
+/// The database's clock in whole microseconds.
+const NOW: &str = "CAST(unixepoch('subsec') * 1000000 AS INTEGER)";
+
+/// Most rows of one INSERT: 11 parameters each, of 32,766 that a statement may have.
+pub(super) const INSERT_ROWS_MAX: usize = 500;
+
+pub(super) struct Sql {
+    insert: String,
+    pub lease: SqlStr,
+    pub renew: SqlStr,
+    pub release: SqlStr,
+    pub fetch: SqlStr,
+    pub confirm: SqlStr,
+    pub set_aside: SqlStr,
+    pub pending: SqlStr,
+    pub aside: SqlStr,
+    pub check_outbox: SqlStr,
+    pub check_inbox: SqlStr,
+    pub record: SqlStr,
+    pub clean_up: SqlStr,
+    pub put: SqlStr,
+    pub list: SqlStr,
+    pub count: SqlStr,
+    pub remove: SqlStr,
+}
+
+impl Sql {
+    pub(super) fn new(prefix: &Prefix) -> Self {
+        let t = prefix.as_str();
+        Self {
+            insert: format!("INSERT INTO {t}outbox (lane, {MESSAGE}, size) VALUES "),
+            lease: safe(format!(
+                "UPDATE {t}outbox_lane SET token = token + 1, owner = ?1, expires_at = {NOW} + ?3 \
+                 WHERE lane IN (SELECT lane FROM {t}outbox_lane WHERE expires_at <= {NOW} \
+                    ORDER BY expires_at, lane LIMIT ?2) \
+                 RETURNING lane, token"
+            )),
+            // A released lane has no owner and cannot be revived by a late renewal.
+            renew: safe(format!(
+                "UPDATE {t}outbox_lane SET expires_at = {NOW} + ?2 \
+                 WHERE owner IS NOT NULL AND (lane, token) IN ( \
+                    SELECT value ->> 0, value ->> 1 FROM json_each(?1)) \
+                 RETURNING lane, token"
+            )),
+            release: safe(format!(
+                "UPDATE {t}outbox_lane SET owner = NULL, expires_at = 0 \
+                 WHERE (lane, token) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?1))"
+            )),
+            // CROSS JOIN keeps the order of the tables: first the lanes, then each lane's page.
+            // A page ends with the first row beyond the byte limit, so that the reader sees that there is one.
+            // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
+            fetch: safe(format!(
+                "SELECT o.lane, o.position, {MESSAGE}, o.size \
+                 FROM json_each(?1) l \
+                 CROSS JOIN {t}outbox_lane z ON z.lane = l.value ->> 0 AND z.token = l.value ->> 1 \
+                 CROSS JOIN {t}outbox o ON o.position IN ( \
+                    SELECT position FROM ( \
+                        SELECT position, sum(size) OVER (ORDER BY position) - size AS before \
+                        FROM (SELECT position, size FROM {t}outbox \
+                            WHERE lane = z.lane AND position > 0 \
+                                AND destination NOT IN (SELECT value FROM json_each(?3)) \
+                            ORDER BY position LIMIT ?2)) \
+                    WHERE before <= ?4) \
+                 LIMIT ?5"
+            )),
+            confirm: safe(format!(
+                "DELETE FROM {t}outbox WHERE position IN ( \
+                    SELECT o.position FROM json_each(?1) d \
+                    CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
+                    CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane)"
+            )),
+            set_aside: safe(format!(
+                "INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
+                 SELECT 'parked', d.value ->> 3, d.value ->> 4, o.lane, {MESSAGE}, o.size \
+                 FROM json_each(?1) d \
+                 CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
+                 CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane \
+                 ORDER BY o.position"
+            )),
+            pending: safe(format!(
+                "SELECT count(*) FROM (SELECT 1 FROM {t}outbox LIMIT ?1)"
+            )),
+            aside: safe(format!(
+                "SELECT count(*) FROM (SELECT 1 FROM {t}outbox_aside LIMIT ?1)"
+            )),
+            check_outbox: safe(format!(
+                "SELECT (SELECT count(*) FROM {t}outbox_lane), \
+                    (SELECT count(*) FROM (SELECT xx.lane, xx.position, xx.size FROM {t}outbox xx LIMIT 1)), \
+                    (SELECT count(*) FROM (SELECT xx.state, xx.reason FROM {t}outbox_aside xx LIMIT 1))"
+            )),
+            check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
+            record: safe(format!(
+                "INSERT INTO {t}inbox (consumer, message_id) VALUES (?1, ?2) ON CONFLICT DO NOTHING"
+            )),
+            clean_up: safe(format!(
+                "DELETE FROM {t}inbox WHERE (consumer, message_id) IN ( \
+                    SELECT consumer, message_id FROM {t}inbox WHERE recorded_at < {NOW} - ?1 \
+                    ORDER BY recorded_at LIMIT ?2)"
+            )),
+            put: safe(format!(
+                "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size) \
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20) \
+                 ON CONFLICT DO NOTHING"
+            )),
+            list: safe(format!(
+                "SELECT position, consumer, {MESSAGE}, redrive_count, reason, retry_count, first_failed_at, \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at \
+                 FROM {t}dead_letter WHERE consumer = ?1 AND position > ?2 ORDER BY position LIMIT ?3"
+            )),
+            count: safe(format!(
+                "SELECT count(*) FROM {t}dead_letter WHERE consumer = ?1"
+            )),
+            remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = ?1")),
+        }
+    }
+
+    /// The INSERT of that many rows. Positions are drawn in the order of VALUES.
+    pub(super) fn insert(&self, rows: usize) -> SqlStr {
+        const ROW: &str = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
+        let mut text = String::with_capacity(self.insert.len() + rows * (ROW.len() + 1));
+        text.push_str(&self.insert);
+        for row in 0..rows {
+            text.push_str(if row == 0 { "" } else { "," });
+            text.push_str(ROW);
+        }
+        safe(text)
+    }
+}
+
+/// Safe because [`Prefix`] is: nothing else that a caller chose is in the text. Shared, so that a use costs no copy.
+fn safe(text: String) -> SqlStr {
+    AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
+}
+
+/// The migrations under this prefix, counted in a table of our own.
+pub(super) fn migrator(prefix: &Prefix) -> Migrator {
+    let tables = include_str!("../../../migrations/sqlite/0001_relaybox.sql")
+        .replace(Prefix::DEFAULT, prefix.as_str());
+    let migration = Migration::new(
+        1,
+        "relaybox".into(),
+        MigrationType::Simple,
+        safe(tables),
+        false,
+    );
+    let mut migrator = Migrator::with_migrations(vec![migration]);
+    migrator.dangerous_set_table_name(format!("{}migrations", prefix.as_str()));
+    // An older process that starts beside a newer one must not fail at what it does not know.
+    migrator.set_ignore_missing(true);
+    migrator
+}
