@@ -72,13 +72,13 @@ pub async fn what_is_acknowledged_stays_away_and_the_rest_comes_again(fixture: &
 
     let mut again = subscribe(fixture, request).await;
     let mut seen = BTreeSet::new();
+    // Kept: a delivery that is dropped comes once more, for ever.
+    let mut kept = Vec::new();
     while !seen.is_superset(&BTreeSet::from([2, 4])) {
-        for delivery in within("2 and 4 once more", receive(&mut *again, 5)).await {
-            let number = number(&delivery);
-            assert!(number > 1, "{number} was acknowledged, and all before it");
-            seen.insert(number);
-        }
+        kept.extend(within("2 and 4 once more", receive(&mut *again, 5)).await);
+        seen.extend(numbers(&kept));
     }
+    assert!(!seen.contains(&0) && !seen.contains(&1), "{seen:?}");
     for delivery in held {
         assert!(!delivery.receipt.is_current(), "its subscription is closed");
         acknowledge(delivery).await;

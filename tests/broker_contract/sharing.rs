@@ -62,6 +62,7 @@ pub async fn two_members_share_and_nothing_is_lost_when_one_leaves(fixture: &imp
     drop(leaving);
     drop(unsettled);
     while handled.len() < sent {
+        assert!(started.elapsed() < DEADLINE, "got only {handled:?}");
         let deliveries = within("what the other had", receive(&mut *staying, 50)).await;
         handle(deliveries, &mut handled).await;
     }
