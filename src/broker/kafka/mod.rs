@@ -4,11 +4,15 @@ mod batch;
 mod config;
 mod context;
 mod control;
+mod desk;
 mod error;
 mod generation;
+mod member;
 mod progress;
 mod publisher;
 mod record;
+mod subscriber;
+mod topology;
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,7 +24,10 @@ pub use config::{KafkaConfig, Partitioner};
 
 use self::control::Control;
 use self::publisher::Sender;
-use super::{PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder};
+use super::{
+    PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
+    SubscriberCapabilities, Subscription, SubscriptionRequest,
+};
 use crate::envelope::Outgoing;
 use crate::error::Result;
 
@@ -81,5 +88,23 @@ impl Publisher for Kafka {
 
     fn close(&self, deadline: Duration) -> BoxFuture<'_, Result<()>> {
         Box::pin(self.0.sender.close(deadline))
+    }
+}
+
+impl Subscriber for Kafka {
+    fn capabilities(&self) -> SubscriberCapabilities {
+        let mut capabilities = SubscriberCapabilities::new("kafka");
+        capabilities.key_affinity = true;
+        capabilities
+    }
+
+    fn subscribe(
+        &self,
+        request: SubscriptionRequest,
+    ) -> BoxFuture<'_, Result<Box<dyn Subscription>>> {
+        let Inner {
+            config, control, ..
+        } = &*self.0;
+        Box::pin(subscriber::subscribe(config, control, request))
     }
 }
