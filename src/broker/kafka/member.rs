@@ -40,7 +40,6 @@ struct Slot {
     held: VecDeque<Item>,
     paused: bool,
     stored: i64,
-    committed: i64,
 }
 
 impl Slot {
@@ -50,7 +49,6 @@ impl Slot {
             held: VecDeque::new(),
             paused: false,
             stored: -1,
-            committed: -1,
         }
     }
 
@@ -212,13 +210,6 @@ impl Member {
         }
     }
 
-    /// Whether the broker confirmed every stored offset.
-    pub(super) fn is_committed(&self) -> bool {
-        self.slots()
-            .all()
-            .all(|(_, _, slot)| slot.committed >= slot.stored)
-    }
-
     /// Whether no partition is assigned.
     pub(super) fn is_empty(&self) -> bool {
         self.slots().all().next().is_none()
@@ -303,21 +294,9 @@ impl ConsumerContext for Member {
         }
     }
 
-    fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
+    fn commit_callback(&self, result: KafkaResult<()>, _offsets: &TopicPartitionList) {
         if let Err(error) = result {
             tracing::debug!(%error, "commit failed; the next one carries the same offsets");
-            return;
-        }
-        let mut slots = self.slots();
-        for element in offsets.elements() {
-            if let (Ok(()), Offset::Offset(point)) = (element.error(), element.offset())
-                && let Some(slot) = slots
-                    .partitions
-                    .get_mut(element.topic())
-                    .and_then(|partitions| partitions.get_mut(&element.partition()))
-            {
-                slot.committed = slot.committed.max(point);
-            }
         }
     }
 }

@@ -227,22 +227,26 @@ fn commit_and_leave(consumer: &BaseConsumer<Member>, desk: &Desk) -> Result<()> 
     let by = desk.close_by().unwrap_or(started);
     let member = consumer.client().context();
     member.store(consumer);
-    if !member.is_committed() {
-        match consumer.commit_consumer_state(CommitMode::Async) {
-            Ok(()) | Err(KafkaError::ConsumerCommit(Code::NoOffset)) => {}
-            Err(error) => tracing::debug!(%error, "last commit not begun"),
+    // Blocks until the broker answers, at worst until the client gives up on it; our caller waits no longer than its
+    // deadline. An asynchronous commit would tell nobody what became of it.
+    let mut committed = false;
+    while !committed {
+        match consumer.commit_consumer_state(CommitMode::Sync) {
+            Ok(()) | Err(KafkaError::ConsumerCommit(Code::NoOffset)) => committed = true,
+            Err(error) if Instant::now() >= by => {
+                tracing::warn!(%error, "the last commit failed; what it covered comes again");
+                break;
+            }
+            // A rebalance is under way, or the coordinator moved. Nothing polled here is delivered: whatever comes is
+            // read again by the next owner.
+            Err(_) => drop(consumer.poll(SHORT_TURN)),
         }
     }
-    let until = |done: &dyn Fn() -> bool| {
-        while !done() && Instant::now() < by {
-            // Nothing is delivered any more; whatever comes is read again by the next owner.
-            drop(consumer.poll(SHORT_TURN));
-        }
-        done()
-    };
-    let committed = until(&|| member.is_committed());
     consumer.unsubscribe();
-    if until(&|| member.is_empty()) && committed {
+    while !member.is_empty() && Instant::now() < by {
+        drop(consumer.poll(SHORT_TURN));
+    }
+    if committed && member.is_empty() {
         return Ok(());
     }
     Err(not_in_time(by.saturating_duration_since(started)))
