@@ -308,18 +308,16 @@ async fn only_the_oversized_message_is_refused_and_its_neighbours_keep_their_ord
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_of_a_key_is_stored_behind_a_refused_first_batch() {
     let brokers = shared_kafka().await.brokers();
-    // The second batch must not wait for company, or the first one is answered before it is under way.
-    let config = config(&brokers).with_linger(Duration::ZERO);
+    // Full batches go out without waiting for the answer to the one before.
+    let config = config(&brokers).with_property("batch.num.messages", "5");
     let kafka = Kafka::connect(config).await.unwrap();
     let topic = shared_kafka()
         .await
         .create_topic_with("first", 1, &[("max.message.bytes", "20000")])
         .await
         .unwrap();
-    // Fills the client's first batch with what the topic refuses; seven of the others fit beside it, and the rest make
-    // a second batch that the topic takes.
-    let mut batch = vec![message(&topic, "k", "x".repeat(950_000))];
-    batch.extend((0..15).map(|n| message(&topic, "k", format!("{n:02000}"))));
+    let mut batch = vec![message(&topic, "k", "x".repeat(30_000))];
+    batch.extend(numbered(&topic, "k", 0..100));
     let outcomes = kafka.publish(&batch).await;
     assert!(matches!(
         outcomes[0],
@@ -346,7 +344,7 @@ async fn nothing_of_a_key_is_stored_behind_a_refused_first_batch() {
             .await
             .is_empty()
     );
-    assert_prefix_order(&log(brokers, topic).await, 15);
+    assert_prefix_order(&log(brokers, topic).await, 100);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
