@@ -298,6 +298,11 @@ impl KafkaConfig {
             .set("linger.ms", self.linger.as_millis().to_string())
             .set("partitioner", self.partitioner.property())
             .set("message.max.bytes", record_bytes_max.to_string())
+            // The client's own default is a gibibyte. A full queue waits for answers.
+            .set(
+                "queue.buffering.max.kbytes",
+                (4 * record_bytes_max / 1_024).max(64 * 1_024).to_string(),
+            )
             // A topic's max.message.bytes bounds the batch, not the record.
             .set("batch.size", record_bytes_max.to_string());
         config
@@ -402,6 +407,7 @@ const REFUSED: &[&str] = &[
     "partitioner",
     "linger.ms",
     "queue.buffering.max.ms",
+    "queue.buffering.max.kbytes",
     "message.max.bytes",
     "batch.size",
     "allow.auto.create.topics",

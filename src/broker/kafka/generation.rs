@@ -15,10 +15,11 @@
 //! - `enable.gapless.guarantee` turns such a refusal into a fatal error: the producer sends nothing more with fresh
 //!   numbers. Its queue stays as it is, so we purge it;
 //! - one hole is left: a broker that knows *nothing* of a producer id in a partition accepts any sequence number, and
-//!   the client pipelines from the first request on. If the very first batch of a generation is refused, the second
-//!   one, already under way, would be stored. So messages that share a key are pipelined only in a partition that is
-//!   [opened](Generation::is_open): one message was confirmed there by this generation within [`OPEN_FOR`]. Before,
-//!   a call sends the first message of each key, waits, and then sends the rest.
+//!   the client has up to five messages of a partition under way. If the very first batch of a generation is refused,
+//!   one right behind it would be stored (seen with Kafka 4: the service tests fail without what follows). So messages
+//!   that share a key are pipelined only in a topic that [is open](Generation::is_open): this generation had a
+//!   confirmation from each of its partitions within [`OPEN_FOR`]. Before, a call sends the first message of each key,
+//!   waits, and then sends the rest.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
