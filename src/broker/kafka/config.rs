@@ -1,0 +1,528 @@
+//! Settings of the Kafka adapter, checked once.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+
+use crate::error::{Error, Result};
+use crate::message::Limits;
+
+/// Room on top of the largest message for the envelope, the story (4 KiB) and the record's own framing.
+pub(super) const ENVELOPE_BYTES_MAX: usize = 64 * 1_024;
+
+/// The client's own bound of `message.max.bytes`.
+const CLIENT_BYTES_MAX: usize = 1_000_000_000;
+
+/// Which partition a message with a key goes to. Messages without a key are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Partitioner {
+    /// murmur2, as Java's default partitioner: the same key meets the same partition from both (the default).
+    #[default]
+    Murmur2,
+    /// CRC32, as librdkafka's own default with keys that are not empty.
+    Crc32,
+    /// FNV-1a, as Go's sarama.
+    Fnv1a,
+}
+
+impl Partitioner {
+    const fn property(self) -> &'static str {
+        match self {
+            Self::Murmur2 => "murmur2_random",
+            Self::Crc32 => "consistent_random",
+            Self::Fnv1a => "fnv1a_random",
+        }
+    }
+}
+
+/// How to reach a Kafka cluster and how to behave there.
+///
+/// | setting | default | bounds |
+/// |---|---|---|
+/// | brokers | (required) | at least one `host:port`, separated by commas |
+/// | client id | `relaybox` | not empty |
+/// | partitioner | [`Partitioner::Murmur2`] | |
+/// | linger | 5 ms | at most 1 s and below the publish deadline |
+/// | publish deadline | 30 s | 1 s to 10 min |
+/// | limits | [`Limits::default`] | destination at most 249 bytes, message at most 900 MB |
+/// | answer deadline | 5 s | 100 ms to 1 min |
+/// | commit interval | 1 s | 50 ms to 1 min |
+/// | session timeout | 45 s | 1 s to 30 min |
+/// | poll interval | 5 min | at least the session timeout, at most 24 h |
+/// | drain deadline | 20 s | below the poll interval |
+/// | prefetch | 8 MiB | 1 KiB to 1 GiB |
+/// | dead letter retention | for ever | at least 1 s |
+///
+/// Everything else of librdkafka can be set by [`with_property`](Self::with_property), for example
+/// `security.protocol`, `sasl.mechanisms` and `ssl.ca.location`, except what would break a promise.
+#[derive(Clone)]
+pub struct KafkaConfig {
+    brokers: String,
+    client_id: String,
+    partitioner: Partitioner,
+    linger: Duration,
+    pub(super) publish_deadline: Duration,
+    pub(super) limits: Limits,
+    pub(super) answer_deadline: Duration,
+    commit_interval: Duration,
+    session_timeout: Duration,
+    poll_interval_max: Duration,
+    pub(super) drain_deadline: Duration,
+    prefetch_bytes_max: usize,
+    pub(super) dead_letter_retention: Option<Duration>,
+    properties: BTreeMap<String, String>,
+}
+
+impl KafkaConfig {
+    /// Defaults for the brokers given as `host:port`, separated by commas.
+    pub fn new(brokers: impl Into<String>) -> Self {
+        Self {
+            brokers: brokers.into(),
+            client_id: "relaybox".into(),
+            partitioner: Partitioner::default(),
+            linger: Duration::from_millis(5),
+            publish_deadline: Duration::from_secs(30),
+            limits: Limits::default(),
+            answer_deadline: Duration::from_secs(5),
+            commit_interval: Duration::from_secs(1),
+            session_timeout: Duration::from_secs(45),
+            poll_interval_max: Duration::from_secs(300),
+            drain_deadline: Duration::from_secs(20),
+            prefetch_bytes_max: 8 * 1_024 * 1_024,
+            dead_letter_retention: None,
+            properties: BTreeMap::new(),
+        }
+    }
+
+    /// The name under which the broker logs and meters this client.
+    #[must_use]
+    pub fn with_client_id(mut self, client_id: impl Into<String>) -> Self {
+        self.client_id = client_id.into();
+        self
+    }
+
+    /// Which partition a key goes to. Every producer of a topic must agree, or keys lose their order.
+    #[must_use]
+    pub const fn with_partitioner(mut self, partitioner: Partitioner) -> Self {
+        self.partitioner = partitioner;
+        self
+    }
+
+    /// How long a record waits for company before it is sent.
+    #[must_use]
+    pub const fn with_linger(mut self, linger: Duration) -> Self {
+        self.linger = linger;
+        self
+    }
+
+    /// The longest that one publish call takes. Must be shorter than the relay's lease.
+    #[must_use]
+    pub const fn with_publish_deadline(mut self, deadline: Duration) -> Self {
+        self.publish_deadline = deadline;
+        self
+    }
+
+    /// What a message may be at most. With room of 64 KiB on top it must fit `max.message.bytes` of the topics.
+    #[must_use]
+    pub const fn with_limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// How long the broker may take to answer questions about topics, at start and when a topic is met first.
+    #[must_use]
+    pub const fn with_answer_deadline(mut self, deadline: Duration) -> Self {
+        self.answer_deadline = deadline;
+        self
+    }
+
+    /// How often finished work is committed: what a crash delivers again at most.
+    #[must_use]
+    pub const fn with_commit_interval(mut self, interval: Duration) -> Self {
+        self.commit_interval = interval;
+        self
+    }
+
+    /// After how long without a heartbeat the broker gives this member's partitions to others.
+    #[must_use]
+    pub const fn with_session_timeout(mut self, timeout: Duration) -> Self {
+        self.session_timeout = timeout;
+        self
+    }
+
+    /// After how long without a poll the member leaves. Polling needs no calls of the user, so this is a guard
+    /// against a stuck process, and the bound of a rebalance.
+    #[must_use]
+    pub const fn with_poll_interval_max(mut self, interval: Duration) -> Self {
+        self.poll_interval_max = interval;
+        self
+    }
+
+    /// How long a partition that is taken away waits for deliveries in work, so that they need not come twice.
+    #[must_use]
+    pub const fn with_drain_deadline(mut self, deadline: Duration) -> Self {
+        self.drain_deadline = deadline;
+        self
+    }
+
+    /// Most bytes fetched ahead per subscription, over the one batch a fetch always returns.
+    #[must_use]
+    pub const fn with_prefetch_bytes_max(mut self, bytes_max: usize) -> Self {
+        self.prefetch_bytes_max = bytes_max;
+        self
+    }
+
+    /// How long dead letters are kept in a topic that is made here. Without this: for ever.
+    #[must_use]
+    pub const fn with_dead_letter_retention(mut self, retention: Duration) -> Self {
+        self.dead_letter_retention = Some(retention);
+        self
+    }
+
+    /// Sets a property of librdkafka, for producers and consumers alike. Values are never shown.
+    ///
+    /// What would break a promise (acks, idempotence, offsets, group, ...) is refused by [`check`](Self::check).
+    #[must_use]
+    pub fn with_property(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
+        self.properties.insert(key.into(), value.into());
+        self
+    }
+
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Configuration`](crate::ErrorKind::Configuration) naming the first setting that breaks a bound, the bound and
+    /// the value.
+    pub fn check(&self) -> Result<()> {
+        if self.brokers.split(',').all(|b| b.trim().is_empty()) {
+            return Err(Error::configuration(
+                "brokers",
+                "at least one host:port",
+                &self.brokers,
+            ));
+        }
+        if self.client_id.is_empty() {
+            return Err(Error::configuration("client_id", "not empty", ""));
+        }
+        let second = Duration::from_secs(1);
+        let minute = Duration::from_secs(60);
+        let milli = Duration::from_millis(1);
+        between("linger", self.linger, Duration::ZERO, second)?;
+        between(
+            "publish_deadline",
+            self.publish_deadline,
+            second,
+            10 * minute,
+        )?;
+        between("answer_deadline", self.answer_deadline, 100 * milli, minute)?;
+        between("commit_interval", self.commit_interval, 50 * milli, minute)?;
+        between("session_timeout", self.session_timeout, second, 30 * minute)?;
+        let day = 24 * 60 * minute;
+        between(
+            "poll_interval_max",
+            self.poll_interval_max,
+            self.session_timeout,
+            day,
+        )?;
+        if self.drain_deadline >= self.poll_interval_max {
+            return Err(Error::configuration(
+                "drain_deadline",
+                format!("below poll_interval_max ({:?})", self.poll_interval_max),
+                format!("{:?}", self.drain_deadline),
+            ));
+        }
+        if let Some(retention) = self.dead_letter_retention {
+            between("dead_letter_retention", retention, second, Duration::MAX)?;
+        }
+        bytes(
+            "limits.destination_bytes_max",
+            self.limits.destination_bytes_max,
+            1,
+            249,
+        )?;
+        let largest = CLIENT_BYTES_MAX - 100_000_000;
+        bytes(
+            "limits.message_bytes_max",
+            self.limits.message_bytes_max,
+            1_000,
+            largest,
+        )?;
+        bytes(
+            "prefetch_bytes_max",
+            self.prefetch_bytes_max,
+            1_024,
+            1 << 30,
+        )?;
+        self.properties.keys().try_for_each(|key| allowed(key))
+    }
+
+    /// What was tried, for errors.
+    pub(super) fn brokers(&self) -> &str {
+        &self.brokers
+    }
+
+    fn base(&self) -> ClientConfig {
+        let mut config = ClientConfig::new();
+        for (key, value) in &self.properties {
+            config.set(key, value);
+        }
+        config
+            .set("bootstrap.servers", &self.brokers)
+            .set("client.id", &self.client_id)
+            // The client's default of 10 s would let a broker that is back wait for its clients.
+            .set("reconnect.backoff.max.ms", "1000")
+            // A misspelt destination must not come into being.
+            .set("allow.auto.create.topics", "false");
+        config
+    }
+
+    pub(super) fn control(&self) -> ClientConfig {
+        self.base()
+    }
+
+    /// The settings that [`PublisherOrder::Prefix`](crate::broker::PublisherOrder::Prefix) stands on.
+    ///
+    /// Records never expire by themselves (`message.timeout.ms=0`): an expired record leaves a gap that
+    /// `enable.gapless.guarantee` does not cover. Our own deadline retires the whole producer instead.
+    pub(super) fn producer(&self) -> ClientConfig {
+        let record_bytes_max = self.limits.message_bytes_max + ENVELOPE_BYTES_MAX;
+        let mut config = self.base();
+        config
+            .set("enable.idempotence", "true")
+            .set("enable.gapless.guarantee", "true")
+            .set("acks", "all")
+            .set("message.timeout.ms", "0")
+            .set("linger.ms", self.linger.as_millis().to_string())
+            .set("partitioner", self.partitioner.property())
+            .set("message.max.bytes", record_bytes_max.to_string())
+            // The client's own default is a gibibyte. A full queue waits for answers.
+            .set(
+                "queue.buffering.max.kbytes",
+                (4 * record_bytes_max / 1_024).max(64 * 1_024).to_string(),
+            )
+            // A topic's max.message.bytes bounds the batch, not the record.
+            .set("batch.size", record_bytes_max.to_string());
+        config
+    }
+
+    /// For records that are sent one by one, each answered before the next: a refused one ends nothing.
+    pub(super) fn careful_producer(&self) -> ClientConfig {
+        let mut config = self.producer();
+        config
+            .set("enable.gapless.guarantee", "false")
+            .set("linger.ms", "0");
+        config
+    }
+
+    pub(super) fn consumer(&self, group: &str) -> ClientConfig {
+        let mut config = self.base();
+        config
+            .set("group.id", group)
+            .set("enable.auto.commit", "true")
+            .set("enable.auto.offset.store", "false")
+            .set("auto.offset.reset", "earliest")
+            .set("partition.assignment.strategy", "cooperative-sticky")
+            .set(
+                "auto.commit.interval.ms",
+                self.commit_interval.as_millis().to_string(),
+            )
+            .set(
+                "session.timeout.ms",
+                self.session_timeout.as_millis().to_string(),
+            )
+            .set(
+                "heartbeat.interval.ms",
+                (self.session_timeout.as_millis() / 10)
+                    .clamp(100, 3_000)
+                    .to_string(),
+            )
+            .set(
+                "max.poll.interval.ms",
+                self.poll_interval_max.as_millis().to_string(),
+            )
+            .set("queued.min.messages", "1000")
+            .set(
+                "queued.max.messages.kbytes",
+                (self.prefetch_bytes_max / 1_024).to_string(),
+            );
+        config
+    }
+}
+
+/// Shows no property's value: passwords are among them.
+impl fmt::Debug for KafkaConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KafkaConfig")
+            .field("brokers", &self.brokers)
+            .field("client_id", &self.client_id)
+            .field("partitioner", &self.partitioner)
+            .field("publish_deadline", &self.publish_deadline)
+            .field("limits", &self.limits)
+            .field("properties", &self.properties.keys().collect::<Vec<_>>())
+            .finish_non_exhaustive()
+    }
+}
+
+fn between(field: &'static str, value: Duration, least: Duration, most: Duration) -> Result<()> {
+    if (least..=most).contains(&value) {
+        return Ok(());
+    }
+    let limit = if most == Duration::MAX {
+        format!("at least {least:?}")
+    } else {
+        format!("{least:?} to {most:?}")
+    };
+    Err(Error::configuration(field, limit, format!("{value:?}")))
+}
+
+fn bytes(field: &'static str, value: usize, least: usize, most: usize) -> Result<()> {
+    if (least..=most).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::configuration(
+        field,
+        format!("{least} to {most} bytes"),
+        value.to_string(),
+    ))
+}
+
+/// Properties that a promise stands on, or that have a setting of their own.
+const REFUSED: &[&str] = &[
+    "acks",
+    "request.required.acks",
+    "enable.idempotence",
+    "enable.gapless.guarantee",
+    "max.in.flight",
+    "max.in.flight.requests.per.connection",
+    "retries",
+    "message.send.max.retries",
+    "message.timeout.ms",
+    "delivery.timeout.ms",
+    "transactional.id",
+    "queuing.strategy",
+    "produce.offset.report",
+    "partitioner",
+    "linger.ms",
+    "queue.buffering.max.ms",
+    "queue.buffering.max.kbytes",
+    "message.max.bytes",
+    "batch.size",
+    "allow.auto.create.topics",
+    "bootstrap.servers",
+    "metadata.broker.list",
+    "client.id",
+    "reconnect.backoff.max.ms",
+    "group.id",
+    "group.instance.id",
+    "group.protocol",
+    "group.remote.assignor",
+    "enable.auto.commit",
+    "auto.commit.enable",
+    "enable.auto.offset.store",
+    "auto.commit.interval.ms",
+    "auto.offset.reset",
+    "offset.store.method",
+    "partition.assignment.strategy",
+    "session.timeout.ms",
+    "heartbeat.interval.ms",
+    "max.poll.interval.ms",
+    "queued.min.messages",
+    "queued.max.messages.kbytes",
+    "enable.partition.eof",
+    "enabled_events",
+    "test.mock.num.brokers",
+];
+
+fn allowed(key: &str) -> Result<()> {
+    if key.is_empty() || key.contains('\0') {
+        return Err(Error::configuration(
+            "property",
+            "the name of a librdkafka property",
+            key,
+        ));
+    }
+    if REFUSED.contains(&key) {
+        return Err(Error::configuration(
+            "property",
+            "none that relaybox's promises stand on or that has a setting of its own",
+            key,
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    fn refused(config: &KafkaConfig) -> &'static str {
+        let error = config.check().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Configuration);
+        error.violation().unwrap().field
+    }
+
+    fn good() -> KafkaConfig {
+        KafkaConfig::new("localhost:9092")
+    }
+
+    #[test]
+    fn defaults_pass_and_make_every_client() {
+        good().check().unwrap();
+        let config = good().with_property("compression.type", "lz4");
+        config.check().unwrap();
+        assert_eq!(config.producer().get("acks"), Some("all"));
+        assert_eq!(config.producer().get("message.timeout.ms"), Some("0"));
+        assert_eq!(config.producer().get("compression.type"), Some("lz4"));
+        assert_eq!(config.consumer("g").get("group.id"), Some("g"));
+    }
+
+    #[test]
+    fn whatever_breaks_a_promise_is_refused_by_name() {
+        for key in REFUSED {
+            assert_eq!(refused(&good().with_property(*key, "x")), "property");
+        }
+        assert_eq!(refused(&KafkaConfig::new(" , ")), "brokers");
+        assert_eq!(refused(&good().with_client_id("")), "client_id");
+        let zero = Duration::ZERO;
+        assert_eq!(
+            refused(&good().with_publish_deadline(zero)),
+            "publish_deadline"
+        );
+        assert_eq!(
+            refused(&good().with_linger(Duration::from_secs(2))),
+            "linger"
+        );
+        assert_eq!(
+            refused(&good().with_session_timeout(zero)),
+            "session_timeout"
+        );
+        assert_eq!(
+            refused(&good().with_drain_deadline(Duration::from_secs(300))),
+            "drain_deadline"
+        );
+        assert_eq!(
+            refused(&good().with_prefetch_bytes_max(0)),
+            "prefetch_bytes_max"
+        );
+        let limits = Limits {
+            destination_bytes_max: 250,
+            ..Limits::default()
+        };
+        assert_eq!(
+            refused(&good().with_limits(limits)),
+            "limits.destination_bytes_max"
+        );
+    }
+
+    #[test]
+    fn debug_shows_no_secret() {
+        let config = good().with_property("sasl.password", "hunter2");
+        let shown = format!("{config:?}");
+        assert!(shown.contains("sasl.password") && !shown.contains("hunter2"));
+    }
+}

@@ -1,0 +1,176 @@
+//! Questions about the cluster and its topics, each answered within seconds or failed.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdkafka::admin::AdminClient;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+
+use super::config::KafkaConfig;
+use super::context::Context;
+use super::error::mapped;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A topic as the metadata show it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Topic {
+    /// How many partitions it has.
+    pub(super) partitions: usize,
+    /// On how many brokers each is kept.
+    pub(super) replicas: usize,
+}
+
+/// A client for metadata and administration.
+pub(super) struct Control {
+    pub(super) admin: AdminClient<Context>,
+    brokers: String,
+    pub(super) deadline: Duration,
+}
+
+impl Control {
+    pub(super) fn new(config: &KafkaConfig) -> Result<Arc<Self>> {
+        let admin = create(&config.control())?;
+        Ok(Arc::new(Self {
+            admin,
+            brokers: config.brokers().to_owned(),
+            deadline: config.answer_deadline,
+        }))
+    }
+
+    /// Waits until a broker answers.
+    pub(super) async fn reach(self: &Arc<Self>) -> Result<()> {
+        let control = Arc::clone(self);
+        blocking("connect", move || {
+            // The client learns the cluster's id from the first metadata that any broker sends.
+            match control.admin.inner().fetch_cluster_id(control.deadline) {
+                Some(_) => Ok(()),
+                None => Err(control.unavailable("connect")),
+            }
+        })
+        .await
+    }
+
+    /// Looks topics up; one answer per name, in order, `None` for those that do not exist.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the brokers tried; [`ErrorKind::Rejected`] when a topic may not be seen.
+    pub(super) async fn topics(
+        self: &Arc<Self>,
+        operation: &'static str,
+        names: Vec<String>,
+    ) -> Result<Vec<Option<Topic>>> {
+        let control = Arc::clone(self);
+        blocking(operation, move || {
+            let until = Instant::now() + control.deadline;
+            names
+                .iter()
+                .map(|name| control.topic(operation, name, until))
+                .collect()
+        })
+        .await
+    }
+
+    fn topic(&self, operation: &'static str, name: &str, until: Instant) -> Result<Option<Topic>> {
+        let left = until.saturating_duration_since(Instant::now());
+        let metadata = self
+            .admin
+            .inner()
+            .fetch_metadata(Some(name), left)
+            .map_err(|source| self.unavailable(operation).with_source(source))?;
+        let Some(topic) = metadata.topics().first() else {
+            return Ok(None);
+        };
+        match topic.error().map(Code::from) {
+            Some(Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::InvalidTopic) => {
+                return Ok(None);
+            }
+            Some(code @ Code::TopicAuthorizationFailed) => {
+                return Err(mapped(operation, name, KafkaError::MetadataFetch(code)));
+            }
+            // Some partition has no leader at the moment; the topic is there.
+            Some(_) | None => {}
+        }
+        let replicas = topic.partitions().iter().map(|p| p.replicas().len()).max();
+        Ok(Some(Topic {
+            partitions: topic.partitions().len(),
+            replicas: replicas.unwrap_or(0),
+        }))
+    }
+
+    /// Checks that every name exists.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] naming every missing one.
+    pub(super) async fn all_exist(
+        self: &Arc<Self>,
+        operation: &'static str,
+        names: &[String],
+    ) -> Result<Vec<Topic>> {
+        let found = self.topics(operation, names.to_vec()).await?;
+        let missing: Vec<&str> = names
+            .iter()
+            .zip(&found)
+            .filter(|(_, topic)| topic.is_none())
+            .map(|(name, _)| name.as_str())
+            .collect();
+        if missing.is_empty() {
+            return Ok(found.into_iter().flatten().collect());
+        }
+        Err(Error::new(
+            ErrorKind::NotFound,
+            operation,
+            format!("no such topic: {}", missing.join(", ")),
+        ))
+    }
+
+    fn unavailable(&self, operation: &'static str) -> Error {
+        Error::new(
+            ErrorKind::Unavailable,
+            operation,
+            format!("no answer from {} within {:?}", self.brokers, self.deadline),
+        )
+    }
+}
+
+/// Makes a client of any kind; a property it does not know or a value it refuses is a setting's fault.
+pub(super) fn create<T>(config: &rdkafka::ClientConfig) -> Result<T>
+where
+    T: rdkafka::config::FromClientConfigAndContext<Context>,
+{
+    create_with(config, Context::default())
+}
+
+/// The same with a context of the caller's.
+pub(super) fn create_with<C, T>(config: &rdkafka::ClientConfig, context: C) -> Result<T>
+where
+    C: rdkafka::ClientContext,
+    T: rdkafka::config::FromClientConfigAndContext<C>,
+{
+    T::from_config_and_context(config, context).map_err(|source| {
+        // The error of a refused value repeats the value, which may be a secret: only the name is shown.
+        let (limit, value) = match &source {
+            KafkaError::ClientConfig(_, reason, name, _) => {
+                let name_is_unknown = reason.contains("No such configuration property");
+                let limit = if name_is_unknown {
+                    "a property librdkafka knows"
+                } else {
+                    "a property with a value librdkafka accepts"
+                };
+                (limit, name.clone())
+            }
+            KafkaError::ClientCreation(reason) => ("settings librdkafka accepts", reason.clone()),
+            _ => ("settings librdkafka accepts", String::new()),
+        };
+        Error::configuration("property", limit, value)
+    })
+}
+
+/// Runs a blocking call of the client off the async threads.
+pub(super) async fn blocking<T: Send + 'static>(
+    operation: &'static str,
+    run: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(run).await.map_err(|source| {
+        Error::new(ErrorKind::Closed, operation, "the runtime is shutting down").with_source(source)
+    })?
+}

@@ -1,0 +1,279 @@
+//! The topics of a subscription: sources must be there, rungs and dead letters can be made.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdkafka::admin::{AdminOptions, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::config::{ENVELOPE_BYTES_MAX, KafkaConfig};
+use super::control::{Control, Topic};
+use super::error::mapped;
+use super::record::is_topic_name;
+use crate::broker::{SubscriptionRequest, TopologyMode};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Kafka's own default of `max.message.bytes`.
+const TOPIC_BYTES_DEFAULT: u64 = 1_048_588;
+/// How long a topic that was made may stay unseen.
+const SEEN_WITHIN: Duration = Duration::from_secs(15);
+const SEEN_POLL: Duration = Duration::from_millis(100);
+const FOR_EVER: &str = "-1";
+
+/// A topic that belongs to the consumer.
+struct Own {
+    name: String,
+    /// How long messages wait in it; nothing for dead letters.
+    delay: Option<Duration>,
+}
+
+pub(super) async fn prepare(
+    config: &KafkaConfig,
+    control: &Arc<Control>,
+    request: &SubscriptionRequest,
+) -> Result<()> {
+    check(request)?;
+    let own: Vec<Own> = own(request);
+    let names: Vec<String> = request
+        .sources
+        .iter()
+        .chain(own.iter().map(|own| &own.name))
+        .cloned()
+        .collect();
+    let found = control.topics("subscribe", names.clone()).await?;
+    let (sources, found_own) = found.split_at(request.sources.len());
+    let create = request.topology == TopologyMode::Create;
+    let missing: Vec<&str> = names
+        .iter()
+        .zip(&found)
+        .enumerate()
+        .filter(|(at, (_, topic))| topic.is_none() && (*at < sources.len() || !create))
+        .map(|(_, (name, _))| name.as_str())
+        .collect();
+    if !missing.is_empty() {
+        return Err(Error::new(
+            ErrorKind::NotFound,
+            "subscribe",
+            format!("no such topic: {}", missing.join(", ")),
+        ));
+    }
+    if own.is_empty() {
+        return Ok(());
+    }
+    let source_bytes_max = largest(control, &request.sources).await;
+    let (there, absent): (Vec<_>, Vec<_>) = own
+        .into_iter()
+        .zip(found_own)
+        .partition(|(_, topic)| topic.is_some());
+    if let Some(Some(first)) = sources.first()
+        && !absent.is_empty()
+    {
+        let absent: Vec<Own> = absent.into_iter().map(|(own, _)| own).collect();
+        make(config, control, *first, source_bytes_max, &absent).await?;
+    }
+    for (own, _) in there {
+        verify(control, &own, source_bytes_max).await?;
+    }
+    Ok(())
+}
+
+fn check(request: &SubscriptionRequest) -> Result<()> {
+    if request.consumer.is_empty() || request.consumer.contains('\0') {
+        return Err(Error::configuration(
+            "consumer",
+            "a name without NUL",
+            &request.consumer,
+        ));
+    }
+    if request.in_flight_max == 0 {
+        return Err(Error::configuration("in_flight_max", "at least 1", "0"));
+    }
+    if request.sources.is_empty() {
+        return Err(Error::configuration(
+            "sources",
+            "at least one topic",
+            "none",
+        ));
+    }
+    let rungs = request.rungs.iter().map(|rung| &rung.destination);
+    let all = request.sources.iter().chain(rungs);
+    for name in all.chain(&request.dead_letters) {
+        if !is_topic_name(name) {
+            return Err(Error::configuration(
+                "topic",
+                "1 to 249 of the characters a-z A-Z 0-9 . _ -",
+                name,
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Rungs and dead letters, each name once.
+fn own(request: &SubscriptionRequest) -> Vec<Own> {
+    let mut own: Vec<Own> = request
+        .rungs
+        .iter()
+        .map(|rung| Own {
+            name: rung.destination.clone(),
+            delay: Some(rung.delay),
+        })
+        .chain(request.dead_letters.iter().map(|name| Own {
+            name: name.clone(),
+            delay: None,
+        }))
+        .collect();
+    own.sort_by(|a, b| a.name.cmp(&b.name));
+    own.dedup_by(|a, b| a.name == b.name);
+    own
+}
+
+async fn make(
+    config: &KafkaConfig,
+    control: &Arc<Control>,
+    source: Topic,
+    source_bytes_max: u64,
+    absent: &[Own],
+) -> Result<()> {
+    // A message of the largest size must fit with its story.
+    let bytes_max = (source_bytes_max + ENVELOPE_BYTES_MAX as u64).to_string();
+    let dead_letter_retention = config
+        .dead_letter_retention
+        .map_or(FOR_EVER.to_owned(), |kept| kept.as_millis().to_string());
+    // The same number as the source, so that a key's retries spread as its messages do; the partition itself is chosen
+    // by the key and never copied.
+    let partitions = i32::try_from(source.partitions).unwrap_or(1).max(1);
+    let replicas = i32::try_from(source.replicas).unwrap_or(1).max(1);
+    let topics: Vec<NewTopic<'_>> = absent
+        .iter()
+        .map(|own| {
+            let retention = match own.delay {
+                Some(_) => FOR_EVER,
+                None => &dead_letter_retention,
+            };
+            NewTopic::new(&own.name, partitions, TopicReplication::Fixed(replicas))
+                .set("cleanup.policy", "delete")
+                .set("retention.ms", retention)
+                .set("retention.bytes", FOR_EVER)
+                .set("max.message.bytes", &bytes_max)
+        })
+        .collect();
+    let options = AdminOptions::new()
+        .request_timeout(Some(control.deadline))
+        .operation_timeout(Some(control.deadline));
+    let made = control
+        .admin
+        .create_topics(&topics, &options)
+        .await
+        .map_err(|source| mapped("subscribe", "topics could not be made", source))?;
+    for result in made {
+        match result {
+            // Another member was faster.
+            Ok(_) | Err((_, Code::TopicAlreadyExists)) => {}
+            Err((name, code)) => {
+                let detail = format!("topic {name} could not be made");
+                return Err(mapped("subscribe", &detail, KafkaError::AdminOp(code)));
+            }
+        }
+    }
+    until_seen(control, absent).await
+}
+
+async fn until_seen(control: &Arc<Control>, absent: &[Own]) -> Result<()> {
+    let names: Vec<String> = absent.iter().map(|own| own.name.clone()).collect();
+    let until = Instant::now() + SEEN_WITHIN;
+    loop {
+        let found = control.topics("subscribe", names.clone()).await?;
+        let unseen: Vec<&str> = names
+            .iter()
+            .zip(&found)
+            .filter(|(_, topic)| topic.is_none_or(|topic| topic.partitions == 0))
+            .map(|(name, _)| name.as_str())
+            .collect();
+        if unseen.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let detail = format!("topics were made but are not seen: {}", unseen.join(", "));
+            return Err(Error::new(ErrorKind::Timeout, "subscribe", detail));
+        }
+        sleep(SEEN_POLL).await;
+    }
+}
+
+/// Refuses a topic in which messages would be lost before their time, or into which they would not fit.
+async fn verify(control: &Control, own: &Own, source_bytes_max: u64) -> Result<()> {
+    let Some(settings) = settings(control, &own.name).await else {
+        return Ok(());
+    };
+    let name = &own.name;
+    let get = |key: &str| settings.get(key).map(String::as_str);
+    let refused = |key: &'static str, limit: String, value: &str| {
+        Err(Error::configuration(
+            key,
+            format!("{limit} on {name}"),
+            value,
+        ))
+    };
+    if let Some(policy) = get("cleanup.policy").filter(|policy| policy.contains("compact")) {
+        return refused("cleanup.policy", "delete".into(), policy);
+    }
+    if let (Some(delay), Some(kept)) = (own.delay, get("retention.ms"))
+        && kept
+            .parse()
+            .is_ok_and(|kept: i64| kept >= 0 && i128::from(kept) <= delay.as_millis() as i128)
+    {
+        let limit = format!("-1 or above the delay of {} ms", delay.as_millis());
+        return refused("retention.ms", limit, kept);
+    }
+    if let Some(bytes) = get("max.message.bytes")
+        && bytes
+            .parse()
+            .is_ok_and(|bytes: u64| bytes < source_bytes_max)
+    {
+        let limit = format!("at least the source's {source_bytes_max}");
+        return refused("max.message.bytes", limit, bytes);
+    }
+    Ok(())
+}
+
+/// The largest record batch of any source.
+async fn largest(control: &Control, sources: &[String]) -> u64 {
+    let mut largest = None;
+    for source in sources {
+        let bytes = settings(control, source)
+            .await
+            .and_then(|settings| settings.get("max.message.bytes")?.parse::<u64>().ok());
+        largest = largest.max(bytes);
+    }
+    largest.unwrap_or(TOPIC_BYTES_DEFAULT)
+}
+
+/// A topic's settings; nothing where they may not be read, which is no reason not to consume.
+async fn settings(control: &Control, name: &str) -> Option<BTreeMap<String, String>> {
+    let options = AdminOptions::new().request_timeout(Some(control.deadline));
+    let resource = [ResourceSpecifier::Topic(name)];
+    let asked = control.admin.describe_configs(&resource, &options);
+    let answer = match timeout(control.deadline, asked).await {
+        Ok(Ok(answer)) => answer,
+        failed => {
+            tracing::warn!(topic = name, ?failed, "topic settings could not be read");
+            return None;
+        }
+    };
+    match answer.into_iter().next()? {
+        Ok(resource) => Some(
+            resource
+                .entries
+                .into_iter()
+                .filter_map(|entry| Some((entry.name, entry.value?)))
+                .collect(),
+        ),
+        Err(code) => {
+            tracing::warn!(topic = name, %code, "topic settings could not be read");
+            None
+        }
+    }
+}

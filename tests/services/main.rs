@@ -1,0 +1,3 @@
+//! Tests against real services, one binary so that each service starts once.
+
+mod kafka;
