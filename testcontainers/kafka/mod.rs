@@ -1,0 +1,329 @@
+//! Kafka, one KRaft node.
+
+mod client;
+mod container;
+mod local;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::ServiceError;
+use crate::server::{Server, Way, blocking, environment, until_ready};
+
+const SERVICE: &str = "Kafka";
+const BROKERS_VARIABLE: &str = "RELAYBOX_KAFKA_BROKERS";
+const POM: &str = include_str!("pom.xml");
+
+const READY_WITHIN: Duration = Duration::from_secs(60);
+/// Short: a server that is named should be there, and a wrong name should fail in seconds.
+const URL_READY_WITHIN: Duration = Duration::from_secs(5);
+const SHUT_DOWN_WITHIN: Duration = Duration::from_secs(30);
+
+/// The pinned version, which stands in the POM alone.
+fn version() -> &'static str {
+    POM.split_once("<kafka.version>")
+        .and_then(|(_, rest)| rest.split_once('<'))
+        .map_or("unknown", |(version, _)| version)
+}
+
+/// How a Kafka is started. The default serves most tests.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct KafkaOptions {
+    local: bool,
+}
+
+impl KafkaOptions {
+    /// Takes a local process whatever the environment offers: for tests that kill or stop the server.
+    #[must_use]
+    pub fn with_local_process(mut self) -> Self {
+        self.local = true;
+        self
+    }
+}
+
+/// A running Kafka; a server of our own ends when this is dropped or the process ends.
+///
+/// The handle belongs to no async runtime: clients are made anew for each call.
+pub struct Kafka {
+    server: Server,
+    brokers: String,
+}
+
+impl Kafka {
+    /// Starts with the default options.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::Unavailable`] names every way tried and what stopped it.
+    pub async fn start() -> Result<Self, ServiceError> {
+        Self::start_with(KafkaOptions::default()).await
+    }
+
+    /// Starts with the given options; it returns once a metadata request is answered.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::Unavailable`] names every way tried and what stopped it.
+    pub async fn start_with(options: KafkaOptions) -> Result<Self, ServiceError> {
+        let mut tried = Vec::new();
+        if options.local {
+            tried.push("brokers, container: not tried, a local process was asked for".to_owned());
+        } else {
+            match environment(BROKERS_VARIABLE) {
+                Some(brokers) => {
+                    return Self::by_brokers(brokers).await.map_err(|error| {
+                        let tried = vec![format!("brokers: {BROKERS_VARIABLE} is set; {error}")];
+                        ServiceError::Unavailable {
+                            service: SERVICE,
+                            tried,
+                        }
+                    });
+                }
+                None => tried.push(format!("brokers: {BROKERS_VARIABLE} is not set")),
+            }
+            match Self::by_container().await {
+                Ok(kafka) => return Ok(kafka),
+                Err(error) => tried.push(format!("container: {error}")),
+            }
+        }
+        match Self::by_local_process().await {
+            Ok(kafka) => Ok(kafka),
+            Err(error) => {
+                tried.push(format!("local process: {error}"));
+                Err(ServiceError::Unavailable {
+                    service: SERVICE,
+                    tried,
+                })
+            }
+        }
+    }
+
+    async fn by_brokers(brokers: String) -> Result<Self, ServiceError> {
+        let kafka = Self {
+            server: Server::Url,
+            brokers,
+        };
+        kafka.ready(URL_READY_WITHIN).await?;
+        Ok(kafka)
+    }
+
+    async fn by_container() -> Result<Self, ServiceError> {
+        let (container, brokers) = blocking(SERVICE, "start", container::start).await?;
+        let kafka = Self {
+            server: Server::Container(container),
+            brokers,
+        };
+        kafka.ready(READY_WITHIN).await?;
+        Ok(kafka)
+    }
+
+    async fn by_local_process() -> Result<Self, ServiceError> {
+        let (local, brokers) = blocking(SERVICE, "start", local::start).await?;
+        let kafka = Self {
+            server: Server::Local(Arc::new(local)),
+            brokers,
+        };
+        kafka.ready(READY_WITHIN).await?;
+        Ok(kafka)
+    }
+
+    async fn ready(&self, within: Duration) -> Result<(), ServiceError> {
+        until_ready(SERVICE, within, &self.server, || async {
+            self.answers().await.map_err(|error| error.to_string())
+        })
+        .await
+    }
+
+    async fn answers(&self) -> Result<(), ServiceError> {
+        self.ask("read metadata", client::answers).await
+    }
+
+    async fn ask<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        run: impl FnOnce(&str) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, ServiceError> {
+        let brokers = self.brokers();
+        blocking(SERVICE, operation, move || {
+            run(&brokers).map_err(|error| ServiceError::failed(SERVICE, operation, error))
+        })
+        .await
+    }
+
+    /// The bootstrap servers, `host:port` with commas between.
+    #[must_use]
+    pub fn brokers(&self) -> String {
+        self.brokers.clone()
+    }
+
+    /// How this server was had.
+    #[must_use]
+    pub fn way(&self) -> Way {
+        self.server.way()
+    }
+
+    /// Whether a metadata request is answered now.
+    pub async fn is_ready(&self) -> bool {
+        self.answers().await.is_ok()
+    }
+
+    /// Makes a topic with a name of its own and returns the name.
+    ///
+    /// # Errors
+    ///
+    /// As [`Kafka::create_topic_named`].
+    pub async fn create_topic(
+        &self,
+        prefix: &str,
+        partitions: i32,
+    ) -> Result<String, ServiceError> {
+        self.create_topic_with(prefix, partitions, &[]).await
+    }
+
+    /// Makes a topic with a name of its own and the given topic settings, and returns the name.
+    ///
+    /// # Errors
+    ///
+    /// As [`Kafka::create_topic_named`].
+    pub async fn create_topic_with(
+        &self,
+        prefix: &str,
+        partitions: i32,
+        settings: &[(&str, &str)],
+    ) -> Result<String, ServiceError> {
+        let name = crate::unique_name(prefix);
+        self.create_topic_named(&name, partitions, settings).await?;
+        Ok(name)
+    }
+
+    /// Makes a topic with exactly this name; returns when every partition has a leader, so that the first produce or
+    /// fetch finds it.
+    ///
+    /// # Errors
+    ///
+    /// When the name is taken, a setting is refused, or no leader comes up in time.
+    pub async fn create_topic_named(
+        &self,
+        name: &str,
+        partitions: i32,
+        settings: &[(&str, &str)],
+    ) -> Result<(), ServiceError> {
+        let name = name.to_owned();
+        let settings: Vec<(String, String)> = settings
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+            .collect();
+        let runtime = tokio::runtime::Handle::current();
+        self.ask("create topic", move |brokers| {
+            client::create_topic(&runtime, brokers, &name, partitions, &settings)
+        })
+        .await
+    }
+
+    /// The end offset of every partition, in partition order: what the next record of each would get.
+    ///
+    /// # Errors
+    ///
+    /// When the topic does not exist or the broker does not answer.
+    pub async fn topic_end_offsets(&self, name: &str) -> Result<Vec<i64>, ServiceError> {
+        let name = name.to_owned();
+        self.ask("read end offsets", move |brokers| {
+            client::end_offsets(brokers, &name)
+        })
+        .await
+    }
+
+    /// Shuts the broker down in order and starts it again on the same data and port. Local process only.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::NotLocal`]; or the broker is not running or does not come back.
+    pub async fn restart(&self) -> Result<(), ServiceError> {
+        self.server
+            .on_local(SERVICE, "restart", |local| {
+                local.shut_down("TERM", SHUT_DOWN_WITHIN)
+            })
+            .await?;
+        self.start_again().await
+    }
+
+    /// SIGKILL to the broker; returns when it is gone. Local process only.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::NotLocal`], or the broker is not running.
+    pub async fn kill(&self) -> Result<(), ServiceError> {
+        self.server
+            .on_local(SERVICE, "kill", |local| local.kill())
+            .await
+    }
+
+    /// Starts a broker that was killed, on the same data and port; returns when it answers. Local process only.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::NotLocal`]; or the broker is still running or does not come back.
+    pub async fn start_again(&self) -> Result<(), ServiceError> {
+        self.server
+            .on_local(SERVICE, "start again", |local| local.start())
+            .await?;
+        self.ready(READY_WITHIN).await
+    }
+
+    /// SIGSTOP to the broker: connections are accepted and nobody answers. Local process only.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::NotLocal`], or the broker is not running.
+    pub async fn stop(&self) -> Result<(), ServiceError> {
+        self.server
+            .on_local(SERVICE, "stop", |local| local.stop())
+            .await
+    }
+
+    /// SIGCONT after [`Kafka::stop`]. Local process only.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::NotLocal`], or the broker is not running.
+    pub async fn cont(&self) -> Result<(), ServiceError> {
+        self.server
+            .on_local(SERVICE, "cont", |local| local.cont())
+            .await
+    }
+
+    /// The process id of a running local broker.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.server.local(SERVICE, "pid").ok()?.pid()
+    }
+
+    /// The directory of a local broker: data, settings and log. It goes with the broker.
+    #[must_use]
+    pub fn directory(&self) -> Option<&Path> {
+        let local = self.server.local(SERVICE, "directory").ok()?;
+        Some(local.directory())
+    }
+}
+
+impl fmt::Debug for Kafka {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Kafka")
+            .field("way", &self.way())
+            .field("brokers", &self.brokers)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::version;
+
+    #[test]
+    fn the_pom_names_the_version() {
+        assert!(version().starts_with("4."), "{}", version());
+    }
+}
