@@ -308,7 +308,10 @@ impl OutboxReader for Reader {
             if batch.verdicts.is_empty() {
                 return Ok(Settled::default());
             }
-            let (lanes, tokens) = columns_of(&batch.leases);
+            let mut leases = batch.leases.clone();
+            // Only these are locked: the others may change hands meanwhile.
+            leases.retain(|lease| batch.verdicts.iter().any(|(lane, ..)| *lane == lease.lane));
+            let (lanes, tokens) = columns_of(&leases);
             let (mut confirmed, mut parked) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
             let (mut reasons, mut errors) = (Vec::new(), Vec::new());
             for (lane, position, verdict) in &batch.verdicts {

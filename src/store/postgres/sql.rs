@@ -118,14 +118,14 @@ impl Sql {
                         SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
                         CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
                             WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane IN (SELECT lane FROM held))) \
+                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
                     RETURNING 1), \
                  parked AS ( \
                     DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
                         SELECT x.ctid FROM unnest($5::int[], $6::bigint[]) AS d(lane, position) \
                         CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
                             WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane IN (SELECT lane FROM held))) \
+                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
                     RETURNING *), \
                  moved AS ( \
                     INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
