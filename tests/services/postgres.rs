@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::slice::from_ref;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -128,8 +129,8 @@ async fn a_late_commit_with_a_lower_position_is_fetched_like_any_other() {
     let (early, late) = (keyed("k", "1"), keyed("k", "2"));
     let mut open = store.begin().await.unwrap();
     let connection = PostgresStore::connection(&mut open);
-    store.insert(connection, &[early.clone()]).await.unwrap();
-    enqueue::<Postgres>(&store, &[late.clone()]).await;
+    store.insert(connection, from_ref(&early)).await.unwrap();
+    enqueue::<Postgres>(&store, from_ref(&late)).await;
 
     let leases = lease_all(&store).await;
     let mut reader = store.reader();
@@ -302,7 +303,7 @@ async fn instants_do_not_depend_on_the_time_zone_of_the_session() {
     let kathmandu = options.options([("timezone", "Asia/Kathmandu")]);
     let store = PostgresStore::new(PgPool::connect_with(kathmandu).await.unwrap());
     let message = keyed("k", "1");
-    enqueue::<Postgres>(&store, &[message.clone()]).await;
+    enqueue::<Postgres>(&store, from_ref(&message)).await;
     assert_eq!(pending(&store).await.rows[0].message, message);
     assert_eq!(pending(&h.store()).await.rows[0].message, message);
     let leases = store

@@ -4,6 +4,7 @@
 
 use std::collections::HashSet;
 use std::future::Future;
+use std::slice::from_ref;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -123,7 +124,7 @@ pub async fn rolled_back_and_savepoint_rolled_back_messages_do_not_exist<H: Harn
     assert!(H::execute(connection, "SAVEPOINT s").await);
     store.insert(connection, &[keyed("k", "3")]).await.unwrap();
     assert!(H::execute(connection, "ROLLBACK TO SAVEPOINT s").await);
-    store.insert(connection, &[kept.clone()]).await.unwrap();
+    store.insert(connection, from_ref(&kept)).await.unwrap();
     store.commit(transaction).await.unwrap();
     assert_eq!(ids(&pending(&store).await), [kept.id.as_str()]);
 }
