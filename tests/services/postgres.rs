@@ -12,7 +12,7 @@ use relaybox::store::{
     DeadLetterStore, Enqueue, InboxStore, OutboxStore, Prefix, Recorded, SettlementBatch, Verdict,
 };
 use relaybox::{ErrorKind, Message, MessageId};
-use relaybox_testcontainers::shared_postgres;
+use relaybox_testcontainers::{PostgresOptions, shared_postgres};
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection};
 
@@ -385,6 +385,48 @@ async fn lost_connections_are_transient_errors_and_then_it_works_again() {
     };
     assert_eq!(page.rows.len(), 1);
     enqueue::<Postgres>(&store, &[keyed("k", "2")]).await;
+}
+
+#[tokio::test]
+async fn a_killed_or_silent_server_is_a_transient_error_and_then_it_works_again() {
+    let options = PostgresOptions::default().with_local_process();
+    let server = relaybox_testcontainers::Postgres::start_with(options)
+        .await
+        .unwrap();
+    let url = server.create_database("store").await.unwrap();
+    let store = PostgresStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    let leases = lease_all(&store).await;
+    enqueue::<Postgres>(&store, &[keyed("k", "1")]).await;
+    let mut reader = store.reader();
+
+    server.stop().await.unwrap();
+    let started = Instant::now();
+    let error = OutboxStore::check(&store).await.unwrap_err();
+    assert!(error.is_transient(), "{error:?}");
+    assert!(started.elapsed() < Duration::from_secs(8));
+    server.cont().await.unwrap();
+    OutboxStore::check(&store).await.unwrap();
+
+    let mut transaction = store.begin().await.unwrap();
+    let id = MessageId::new("m-1");
+    store.record(&mut transaction, "c", &id).await.unwrap();
+    server.kill().await.unwrap();
+    let error = store.commit(transaction).await.unwrap_err();
+    assert!(error.is_transient(), "{error:?}");
+    let error = reader.fetch(&request(&leases)).await.unwrap_err();
+    assert!(error.is_transient(), "{error:?}");
+    server.start_again().await.unwrap();
+    let page = loop {
+        match reader.fetch(&request(&leases)).await {
+            Ok(page) => break page,
+            Err(error) => assert!(error.is_transient(), "{error:?}"),
+        }
+    };
+    assert_eq!(page.rows.len(), 1);
+    let mut transaction = store.begin().await.unwrap();
+    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
+    assert_eq!(recorded, Recorded::First);
 }
 
 #[tokio::test]

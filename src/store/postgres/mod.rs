@@ -19,8 +19,9 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use sqlx::Row;
+use futures_util::future::BoxFuture;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgRow};
+use sqlx::{PgConnection, Row};
 use time::OffsetDateTime;
 
 use self::sql::Sql;
@@ -30,6 +31,9 @@ use crate::message::Message;
 
 /// Longest wait for a connection of the relay's pool, and of a pool made by [`PostgresStore::connect`].
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest wait for the answer to a statement of the relay.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Most connections of the relay's pool: workers beyond that many wait for each other.
 const RELAY_CONNECTIONS_MAX: u32 = 8;
@@ -142,9 +146,25 @@ impl PostgresStore {
         })
     }
 
-    fn relay_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {
-        let pool = self.relay_pool().clone();
-        move |error| error::of_pool(operation, &pool, error)
+    /// Runs one statement of the relay. A connection whose server went silent is given up after a while and closed:
+    /// returned to the pool, it would hold its place there for as long as nobody answers.
+    async fn relayed<T>(
+        &self,
+        operation: &'static str,
+        wait: Duration,
+        statement: impl for<'c> FnOnce(&'c mut PgConnection) -> BoxFuture<'c, Result<T, sqlx::Error>>,
+    ) -> Result<T> {
+        let pool = self.relay_pool();
+        let failed = |e| error::of_pool(operation, pool, e);
+        let mut connection = pool.acquire().await.map_err(failed)?;
+        let answer = tokio::time::timeout(wait, statement(&mut connection)).await;
+        answer.map_or_else(
+            |_| {
+                connection.close_on_drop();
+                Err(error::of_silence(operation, pool, wait))
+            },
+            |answered| answered.map_err(failed),
+        )
     }
 
     fn pool_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {
