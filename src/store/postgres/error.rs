@@ -43,7 +43,7 @@ pub(super) fn of_pool(operation: &'static str, pool: &PgPool, error: sqlx::Error
 pub(super) fn of_silence(operation: &'static str, pool: &PgPool, waited: Duration) -> Error {
     let target = target(&pool.connect_options());
     let detail = format!("no answer from {target} within {} s", waited.as_secs_f32());
-    Error::new(ErrorKind::Timeout, operation, detail)
+    Error::new(ErrorKind::Unavailable, operation, detail)
 }
 
 /// An error of a statement on a connection that was there.

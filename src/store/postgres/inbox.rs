@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use futures_util::future::FutureExt;
 use sqlx::{PgConnection, Postgres};
 
-use super::{PostgresStore, error, micros, sql};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, sql};
 use crate::error::Result;
 use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded, StoreTransaction};
@@ -18,10 +19,11 @@ impl InboxStore for PostgresStore {
     }
 
     async fn check(&self) -> Result<()> {
-        sqlx::query(self.sql.check_inbox.clone())
-            .execute(&self.pool)
-            .await
-            .map_err(self.pool_error("check inbox"))?;
+        let query = sqlx::query(self.sql.check_inbox.clone());
+        bounded(&self.pool, "check inbox", ACQUIRE_TIMEOUT, |c| {
+            query.execute(c).boxed()
+        })
+        .await?;
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::{PgConnection, Row};
 use time::OffsetDateTime;
 
-use super::{ACQUIRE_TIMEOUT, PostgresStore, STATEMENT_TIMEOUT, error, micros, read_message, size};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, read_message, size};
 use crate::error::{Error, Result};
 use crate::lane::{LANES, Lane, lane_of};
 use crate::message::Message;
@@ -98,15 +98,15 @@ impl OutboxStore for PostgresStore {
     fn check(&self) -> BoxFuture<'_, Result<()>> {
         async move {
             let query = sqlx::query(self.sql.check_outbox.clone());
-let row = self.relayed("check outbox", ACQUIRE_TIMEOUT, |c| query.fetch_one(c).boxed()).await?;
+            let row = bounded(self.relay_pool(), "check outbox", ACQUIRE_TIMEOUT, |c| {
+                query.fetch_one(c).boxed()
+            })
+            .await?;
             let failed = |e| error::of_statement("check outbox", e);
-            let (lanes, _): (i64, i64) = (
-                row.try_get(0).map_err(failed)?,
-                row.try_get(1).map_err(failed)?,
-            );
-            let in_order: bool = row.try_get(2).map_err(failed)?;
-            let gapless: bool = row.try_get(3).map_err(failed)?;
-            let encoding: String = row.try_get(4).map_err(failed)?;
+            let lanes: i64 = row.try_get(0).map_err(failed)?;
+            let in_order: bool = row.try_get(1).map_err(failed)?;
+            let gapless: bool = row.try_get(2).map_err(failed)?;
+            let encoding: String = row.try_get(3).map_err(failed)?;
             if lanes != i64::from(LANES) {
                 return Err(Error::configuration(
                     "rows of outbox_lane",
@@ -117,16 +117,12 @@ let row = self.relayed("check outbox", ACQUIRE_TIMEOUT, |c| query.fetch_one(c).b
             if !(in_order && gapless) {
                 return Err(Error::configuration(
                     "outbox.position",
-                    "an identity (GENERATED ALWAYS, CACHE 1, NO CYCLE) behind column xid, as migrated",
+                    "an identity (GENERATED ALWAYS, CACHE 1, NO CYCLE) behind column xid",
                     "another definition",
                 ));
             }
             if encoding != "UTF8" {
-                return Err(Error::configuration(
-                    "server_encoding",
-                    "UTF8",
-                    encoding,
-                ));
+                return Err(Error::configuration("server_encoding", "UTF8", encoding));
             }
             Ok(())
         }
@@ -145,9 +141,7 @@ let row = self.relayed("check outbox", ACQUIRE_TIMEOUT, |c| query.fetch_one(c).b
                 .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
                 .bind(micros(duration));
             let rows: Vec<(Lane, i64)> = self
-                .relayed("lease lanes", STATEMENT_TIMEOUT, |c| {
-                    query.fetch_all(c).boxed()
-                })
+                .relayed("lease lanes", |c| query.fetch_all(c).boxed())
                 .await?;
             Ok(leases_of(rows))
         }
@@ -166,9 +160,7 @@ let row = self.relayed("check outbox", ACQUIRE_TIMEOUT, |c| query.fetch_one(c).b
                 .bind(tokens)
                 .bind(micros(duration));
             let rows: Vec<(Lane, i64)> = self
-                .relayed("renew leases", STATEMENT_TIMEOUT, |c| {
-                    query.fetch_all(c).boxed()
-                })
+                .relayed("renew leases", |c| query.fetch_all(c).boxed())
                 .await?;
             Ok(leases_of(rows))
         }
@@ -181,10 +173,8 @@ let row = self.relayed("check outbox", ACQUIRE_TIMEOUT, |c| query.fetch_one(c).b
             let query = sqlx::query(self.sql.release.clone())
                 .bind(lanes)
                 .bind(tokens);
-            self.relayed("release leases", STATEMENT_TIMEOUT, |c| {
-                query.execute(c).boxed()
-            })
-            .await?;
+            self.relayed("release leases", |c| query.execute(c).boxed())
+                .await?;
             Ok(())
         }
         .boxed()
@@ -222,7 +212,7 @@ async fn count(
 ) -> Result<u64> {
     let query = sqlx::query_scalar(sql).bind(i64::try_from(count_max).unwrap_or(i64::MAX));
     let counted: i64 = store
-        .relayed(operation, STATEMENT_TIMEOUT, |c| query.fetch_one(c).boxed())
+        .relayed(operation, |c| query.fetch_one(c).boxed())
         .await?;
     Ok(u64::try_from(counted).unwrap_or(0))
 }
@@ -270,7 +260,7 @@ impl OutboxReader for Reader {
                 .bind(i64::try_from(request.rows_max).unwrap_or(i64::MAX));
             let rows = self
                 .store
-                .relayed("fetch", STATEMENT_TIMEOUT, |c| query.fetch_all(c).boxed())
+                .relayed("fetch", |c| query.fetch_all(c).boxed())
                 .await?;
             let failed = |e| error::of_statement("fetch", e);
             let mut page = Page {
@@ -343,7 +333,7 @@ impl OutboxReader for Reader {
                 .bind(errors);
             let applied: i64 = self
                 .store
-                .relayed("settle", STATEMENT_TIMEOUT, |c| query.fetch_one(c).boxed())
+                .relayed("settle", |c| query.fetch_one(c).boxed())
                 .await?;
             let applied = usize::try_from(applied).unwrap_or(0);
             Ok(Settled {

@@ -147,7 +147,6 @@ impl Sql {
             // Names the tables it needs, so that a missing one is an error that says which.
             check_outbox: safe(format!(
                 "SELECT (SELECT count(*) FROM {t}outbox_lane), \
-                    (SELECT count(*) FROM (SELECT 1 FROM {t}outbox_aside LIMIT 1) a), \
                     coalesce(x.attnum < p.attnum AND p.attidentity = 'a', false), \
                     coalesce(s.seqcache = 1 AND NOT s.seqcycle, false), \
                     current_setting('server_encoding') \
@@ -156,7 +155,7 @@ impl Sql {
                  LEFT JOIN pg_attribute p ON p.attrelid = c.oid AND p.attname = 'position' \
                  LEFT JOIN pg_sequence s \
                     ON s.seqrelid = pg_get_serial_sequence('{t}outbox', 'position')::regclass \
-                 WHERE c.oid = '{t}outbox'::regclass"
+                 WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL"
             )),
             check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
             // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that
