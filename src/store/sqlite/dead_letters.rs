@@ -14,8 +14,7 @@ use crate::story::{Origin, Reason, Story};
 
 impl DeadLetterStore for SqliteStore {
     /// Texts with a NUL, which a text column does not keep whole, are stored with a replacement character in its
-    /// place; the types
-    /// keep theirs beside the headers. `due_at` is not stored: a dead letter waits for nothing.
+    /// place; the types keep theirs beside the headers. `due_at` is not stored: a dead letter waits for nothing.
     fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>> {
         async move {
             let Outgoing { message, story } = letter;
