@@ -71,6 +71,10 @@ impl Harness for Sqlite {
         savepoint.commit().await.unwrap();
     }
 
+    async fn autocommit(store: &SqliteStore, sql: &'static str) {
+        store.pool().execute(sql).await.unwrap();
+    }
+
     async fn blocked(&self) {}
 }
 
@@ -183,6 +187,17 @@ async fn writers_and_a_relay_on_one_file_never_see_busy() {
     };
     tokio::join!(write(&stores[0]), write(&stores[1]), relay);
     assert_eq!(h.store().pending(10).await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn a_transaction_holds_the_write_lock_from_its_beginning() {
+    let h = Sqlite::start().await;
+    let impatient = h.impatient().await;
+    let first = h.store().begin().await.unwrap();
+    let error = impatient.begin().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error:?}");
+    h.store().rollback(first).await.unwrap();
+    impatient.begin().await.unwrap();
 }
 
 #[tokio::test]

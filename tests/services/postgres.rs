@@ -111,6 +111,10 @@ impl Harness for Postgres {
         savepoint.commit().await.unwrap();
     }
 
+    async fn autocommit(store: &PostgresStore, sql: &'static str) {
+        store.pool().execute(sql).await.unwrap();
+    }
+
     async fn blocked(&self) {
         self.until_none(
             "SELECT 1 - least(count(*), 1) FROM pg_stat_activity \
@@ -319,12 +323,11 @@ async fn instants_do_not_depend_on_the_time_zone_of_the_session() {
 async fn stale_statistics_neither_lift_the_limit_nor_cause_a_scan() {
     let h = Postgres::start().await;
     let store = h.store();
+    enqueue::<Postgres>(&store, &[keyed("k", "x")]).await;
     h.pool()
         .execute("ANALYZE relaybox_outbox; ANALYZE relaybox_outbox_lane")
         .await
         .unwrap();
-    let messages: Vec<_> = (0..5_000).map(|n| keyed(&n.to_string(), "x")).collect();
-    enqueue::<Postgres>(&store, &messages).await;
     let scans = "SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'relaybox_outbox'";
     h.terminate_others().await;
     let before = h.number(scans).await;
@@ -335,13 +338,19 @@ async fn stale_statistics_neither_lift_the_limit_nor_cause_a_scan() {
     }
     let leases = lease_all(&store).await;
     let mut reader = store.reader();
-    let mut one = request(&leases);
-    one.rows_max = 1;
-    for _ in 0..200 {
-        assert!(reader.fetch(&one).await.unwrap().rows.len() <= 1);
+    let mut request = request(&leases);
+    // On an almost empty table a scan is the cheapest plan, and the prepared statement would keep it.
+    for _ in 0..40 {
+        assert_eq!(reader.fetch(&request).await.unwrap().rows.len(), 1);
     }
-    one.rows_max = 1_600;
-    let page = reader.fetch(&one).await.unwrap();
+    let messages: Vec<_> = (1..5_000).map(|n| keyed(&n.to_string(), "x")).collect();
+    enqueue::<Postgres>(&store, &messages).await;
+    request.rows_max = 1;
+    for _ in 0..200 {
+        assert!(reader.fetch(&request).await.unwrap().rows.len() <= 1);
+    }
+    request.rows_max = 1_600;
+    let page = reader.fetch(&request).await.unwrap();
     assert_eq!(page.rows.len(), 1_600);
     let verdicts = page.rows.iter();
     let batch = SettlementBatch {
