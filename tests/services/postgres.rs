@@ -526,3 +526,206 @@ async fn the_documented_insert_serves_other_clients() {
     enqueue::<Postgres>(&h.store(), &[plain]).await;
     assert_eq!(h.store().pending(10).await.unwrap(), 3);
 }
+
+/// The store as a role that has only these rights on the tables.
+async fn restricted(h: &Postgres, role: &str, rights: &[&str]) -> PostgresStore {
+    let name: String = sqlx::query_scalar("SELECT current_database()")
+        .fetch_one(h.pool())
+        .await
+        .unwrap();
+    let role = format!("{name}_{role}");
+    let mut statements = vec![format!("CREATE ROLE {role}")];
+    statements.extend(
+        rights
+            .iter()
+            .map(|right| format!("GRANT {right} TO {role}")),
+    );
+    for statement in statements {
+        let statement = sqlx::raw_sql(AssertSqlSafe(statement));
+        h.pool().execute(statement).await.unwrap();
+    }
+    let options = PgConnectOptions::from_str(&h.url).unwrap();
+    let pool = PgPool::connect_with(options.options([("role", &role)]));
+    PostgresStore::new(pool.await.unwrap())
+}
+
+#[tokio::test]
+async fn the_documented_rights_are_enough() {
+    let h = Postgres::start().await;
+    let readme = include_str!("../../migrations/README.md");
+    let begin = readme.find("INSERT (lane,").unwrap();
+    let length = readme[begin..].find(" TO app;").unwrap();
+    let app = restricted(&h, "app", &[&readme[begin..begin + length]]).await;
+    let mut connection = app.pool().acquire().await.unwrap();
+    let messages = [keyed("a", "1"), keyed("a", "2")];
+    app.insert(&mut connection, &messages).await.unwrap();
+    let forged = "INSERT INTO relaybox_outbox (position) OVERRIDING SYSTEM VALUE VALUES (1)";
+    assert!(!Postgres::execute(&mut connection, forged).await);
+
+    let relay = restricted(
+        &h,
+        "relay",
+        &[
+            "SELECT, DELETE ON relaybox_outbox",
+            "SELECT, UPDATE ON relaybox_outbox_lane",
+            "SELECT, INSERT ON relaybox_outbox_aside",
+        ],
+    );
+    let relay = relay.await;
+    OutboxStore::check(&relay).await.unwrap();
+    let leases = lease_all(&relay).await;
+    let mut reader = relay.reader();
+    let page = reader.fetch(&request(&leases)).await.unwrap();
+    let parked = Verdict::Parked {
+        reason: relaybox::story::Reason::new("rejected"),
+        error: String::new(),
+    };
+    let verdicts = [Verdict::Confirmed, parked];
+    let batch = SettlementBatch {
+        verdicts: page
+            .rows
+            .iter()
+            .zip(verdicts)
+            .map(|(row, verdict)| (row.lane, row.position, verdict))
+            .collect(),
+        leases: leases.clone(),
+    };
+    assert_eq!(reader.settle(&batch).await.unwrap().applied, 2);
+    relay.renew(&leases, Duration::ZERO).await.unwrap();
+    relay.release(&leases).await.unwrap();
+    assert_eq!(relay.aside(10).await.unwrap(), 1);
+
+    let consumer = restricted(
+        &h,
+        "consumer",
+        &[
+            "SELECT, INSERT, UPDATE, DELETE ON relaybox_inbox",
+            "SELECT, INSERT, DELETE ON relaybox_dead_letter",
+        ],
+    );
+    let consumer = consumer.await;
+    InboxStore::check(&consumer).await.unwrap();
+    let mut transaction = consumer.begin().await.unwrap();
+    let id = MessageId::new("m-1");
+    consumer.record(&mut transaction, "c", &id).await.unwrap();
+    consumer.commit(transaction).await.unwrap();
+    assert_eq!(consumer.clean_up(Duration::ZERO, 10).await.unwrap(), 1);
+    let letter = relaybox::envelope::Outgoing::from(keyed("k", "1"));
+    consumer.put(&letter).await.unwrap();
+    let position = consumer.list("", 0, 1).await.unwrap()[0].position;
+    assert!(consumer.remove(position).await.unwrap());
+
+    for store in [app, relay, consumer] {
+        let options = store.pool().connect_options();
+        let role = options.get_options().unwrap().replace("-c role=", "");
+        let drop = format!("DROP OWNED BY {role}; DROP ROLE {role}");
+        let drop = sqlx::raw_sql(AssertSqlSafe(drop));
+        h.pool().execute(drop).await.unwrap();
+    }
+}
+
+/// Writers lock their aggregate before they enqueue, at times hold it open, use savepoints and roll back; relays share
+/// the lanes. The version of an aggregate is the payload.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_writers_and_relays_lose_repeat_and_reorder_nothing() {
+    const WRITERS: u64 = 8;
+    const TRANSACTIONS: u64 = 80;
+    let h = Postgres::start().await;
+    let create = "CREATE TABLE aggregate AS SELECT id, 0 AS version FROM generate_series(0, 9) id";
+    h.pool().execute(create).await.unwrap();
+    let writers = (0..WRITERS).map(|writer| {
+        let store = h.store();
+        tokio::spawn(async move {
+            let mut committed = 0;
+            for n in 0..TRANSACTIONS {
+                let id = (writer * 7 + n * 3) % 10;
+                let mut transaction = store.begin().await.unwrap();
+                let connection = PostgresStore::connection(&mut transaction);
+                if n % 2 == 0 {
+                    // A transaction id of its own, older than the lock that it waits for.
+                    <Postgres as Harness>::number(connection, "SELECT pg_current_xact_id()::text::bigint").await;
+                }
+                let lock = format!(
+                    "UPDATE aggregate SET version = version + 1 WHERE id = {id} RETURNING version::bigint"
+                );
+                let version = <Postgres as Harness>::number(connection, &lock).await;
+                let message = keyed(&id.to_string(), &version.to_string());
+                if n % 5 == 0 {
+                    let mut savepoint = connection.begin().await.unwrap();
+                    let undone = keyed(&id.to_string(), "-1");
+                    store.insert(&mut savepoint, &[undone]).await.unwrap();
+                    savepoint.rollback().await.unwrap();
+                }
+                store.insert(connection, &[message]).await.unwrap();
+                if n % 3 == 0 {
+                    Postgres::execute(connection, "SELECT pg_sleep(0.002)").await;
+                }
+                if n % 7 == 0 {
+                    store.rollback(transaction).await.unwrap();
+                } else {
+                    store.commit(transaction).await.unwrap();
+                    committed += 1;
+                }
+            }
+            committed
+        })
+    });
+    let writers: Vec<_> = writers.collect();
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let relays: Vec<_> = (0..3)
+        .map(|_| {
+            let (store, stop, seen) = (h.store(), stop.clone(), seen.clone());
+            tokio::spawn(async move {
+                let mut reader = store.reader();
+                loop {
+                    let leases = store
+                        .lease("relay", 6, Duration::from_secs(60))
+                        .await
+                        .unwrap();
+                    let last = stop.load(std::sync::atomic::Ordering::SeqCst);
+                    for _ in 0..5 {
+                        let mut request = request(&leases);
+                        request.rows_max = 24;
+                        let page = reader.fetch(&request).await.unwrap();
+                        let published = page.rows.iter().map(|row| {
+                            let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+                            let key = text(row.message.key.as_ref().unwrap());
+                            let version = text(row.message.payload.as_ref().unwrap());
+                            (key, version.parse::<i64>().unwrap())
+                        });
+                        seen.lock().unwrap().extend(published);
+                        let batch = SettlementBatch {
+                            leases: leases.clone(),
+                            verdicts: page
+                                .rows
+                                .iter()
+                                .map(|row| (row.lane, row.position, Verdict::Confirmed))
+                                .collect(),
+                        };
+                        assert_eq!(reader.settle(&batch).await.unwrap().fenced, 0);
+                    }
+                    store.release(&leases).await.unwrap();
+                    if last && store.pending(1).await.unwrap() == 0 {
+                        break;
+                    }
+                }
+            })
+        })
+        .collect();
+    let mut committed = 0;
+    for writer in writers {
+        committed += writer.await.unwrap();
+    }
+    stop.store(true, std::sync::atomic::Ordering::SeqCst);
+    for relay in relays {
+        relay.await.unwrap();
+    }
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen.len(), committed);
+    let mut last = std::collections::HashMap::new();
+    for (key, version) in seen.iter() {
+        let before = last.insert(key, *version).unwrap_or(0);
+        assert_eq!(*version, before + 1, "key {key}");
+    }
+}

@@ -87,6 +87,7 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
+            // A lane's first row, whose size is the sum so far, comes however large it is.
             // `cut`: the byte limit ends the lane here though a next row is known.
             // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
             fetch: safe(format!(
@@ -95,13 +96,12 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[], $3::bigint[]) AS l(lane, token, floor) \
                  JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
                  CROSS JOIN LATERAL ( \
-                    SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size, \
-                        row_number() OVER w AS place \
+                    SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
                     FROM (SELECT * FROM {t}outbox o \
                         WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($5::text[]) \
                         ORDER BY o.position LIMIT $4) p \
-                    WINDOW w AS (ORDER BY p.position)) o \
-                 WHERE o.bytes <= $6 OR o.place = 1 \
+                    WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
+                 WHERE o.bytes <= $6 OR o.bytes = o.size \
                  LIMIT $7"
             )),
             // `held` locks the lanes against a change of hands until the end of this statement, and re-reads a row
