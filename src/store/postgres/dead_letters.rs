@@ -101,19 +101,21 @@ fn read(row: &PgRow) -> Result<DeadLetter> {
         let reason: Option<&str> = row.try_get(12)?;
         let topic: Option<String> = row.try_get(17)?;
         let (partition, offset) = (row.try_get(18)?, row.try_get(19)?);
-        let mut story = Story::default();
-        story.origin = topic.map(|topic| Origin {
-            topic,
-            partition,
-            offset,
-        });
-        story.consumer = Some(consumer).filter(|consumer| !consumer.is_empty());
-        story.redrive_count = count(row.try_get(11)?);
-        story.reason = reason.map(Reason::new);
-        story.retry_count = count(row.try_get(13)?);
-        story.first_failed_at = row.try_get(14)?;
-        story.last_failed_at = row.try_get(15)?;
-        story.last_error = row.try_get(16)?;
+        let story = Story {
+            origin: topic.map(|topic| Origin {
+                topic,
+                partition,
+                offset,
+            }),
+            consumer: Some(consumer).filter(|consumer| !consumer.is_empty()),
+            redrive_count: count(row.try_get(11)?),
+            reason: reason.map(Reason::new),
+            retry_count: count(row.try_get(13)?),
+            first_failed_at: row.try_get(14)?,
+            last_failed_at: row.try_get(15)?,
+            last_error: row.try_get(16)?,
+            due_at: None,
+        };
         Ok(DeadLetter {
             position: row.try_get(0)?,
             letter: Outgoing { message, story },

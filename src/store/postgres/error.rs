@@ -1,6 +1,7 @@
 //! Driver errors, mapped in one place.
 
 use std::error::Error as StdError;
+use std::time::Duration;
 
 use sqlx::PgPool;
 use sqlx::error::DatabaseError;
@@ -37,6 +38,13 @@ pub(super) fn of_pool(operation: &'static str, pool: &PgPool, error: sqlx::Error
         .with_source(error);
     }
     with_target(operation, &target, error)
+}
+
+/// A statement that was not answered in time.
+pub(super) fn of_silence(operation: &'static str, pool: &PgPool, waited: Duration) -> Error {
+    let target = target(&pool.connect_options());
+    let detail = format!("no answer from {target} within {} s", waited.as_secs_f32());
+    Error::new(ErrorKind::Unavailable, operation, detail)
 }
 
 /// An error of a statement on a connection that was there.

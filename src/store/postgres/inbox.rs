@@ -3,9 +3,10 @@
 use std::error::Error as StdError;
 use std::time::Duration;
 
+use futures_util::future::FutureExt;
 use sqlx::{PgConnection, Postgres};
 
-use super::{PostgresStore, error, micros, sql};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, sql};
 use crate::error::{ErrorKind, Result};
 use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded, StoreTransaction};
@@ -19,10 +20,11 @@ impl InboxStore for PostgresStore {
     }
 
     async fn check(&self) -> Result<()> {
-        sqlx::query(self.sql.check_inbox.clone())
-            .execute(&self.pool)
-            .await
-            .map_err(self.pool_error("check inbox"))?;
+        let query = sqlx::query(self.sql.check_inbox.clone());
+        bounded(&self.pool, "check inbox", ACQUIRE_TIMEOUT, |c| {
+            query.execute(c).boxed()
+        })
+        .await?;
         Ok(())
     }
 

@@ -19,8 +19,9 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use sqlx::Row;
+use futures_util::future::BoxFuture;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgRow};
+use sqlx::{PgConnection, Row};
 use time::OffsetDateTime;
 
 use self::sql::Sql;
@@ -28,8 +29,12 @@ use super::{Prefix, header_codec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Message;
 
-/// Longest wait for a connection of the relay's pool, and of a pool made by [`PostgresStore::connect`].
+/// Longest wait for a connection of the relay's pool or of a pool made by [`PostgresStore::connect`], and for each step
+/// of a check at start.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest wait for the answer to a statement of the relay.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Most connections of the relay's pool: workers beyond that many wait for each other.
 const RELAY_CONNECTIONS_MAX: u32 = 8;
@@ -142,9 +147,13 @@ impl PostgresStore {
         })
     }
 
-    fn relay_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {
-        let pool = self.relay_pool().clone();
-        move |error| error::of_pool(operation, &pool, error)
+    /// Runs one statement of the relay, on its pool.
+    async fn relayed<T>(
+        &self,
+        operation: &'static str,
+        statement: impl for<'c> FnOnce(&'c mut PgConnection) -> BoxFuture<'c, Result<T, sqlx::Error>>,
+    ) -> Result<T> {
+        bounded(self.relay_pool(), operation, STATEMENT_TIMEOUT, statement).await
     }
 
     fn pool_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {
@@ -159,6 +168,28 @@ impl fmt::Debug for PostgresStore {
             .field("prefix", &self.prefix)
             .finish_non_exhaustive()
     }
+}
+
+/// Runs one statement, and waits at most so long for a connection and again for the answer. A connection whose server
+/// went silent is closed: returned to the pool, it would hold its place there for as long as nobody answers.
+async fn bounded<T>(
+    pool: &PgPool,
+    operation: &'static str,
+    wait: Duration,
+    statement: impl for<'c> FnOnce(&'c mut PgConnection) -> BoxFuture<'c, Result<T, sqlx::Error>>,
+) -> Result<T> {
+    let silent = || error::of_silence(operation, pool, wait);
+    let failed = |e| error::of_pool(operation, pool, e);
+    let acquired = tokio::time::timeout(wait, pool.acquire()).await;
+    let mut connection = acquired.map_err(|_| silent())?.map_err(failed)?;
+    let answer = tokio::time::timeout(wait, statement(&mut connection)).await;
+    answer.map_or_else(
+        |_| {
+            connection.close_on_drop();
+            Err(silent())
+        },
+        |answered| answered.map_err(failed),
+    )
 }
 
 /// Reads the columns of `sql::MESSAGE`, of which the first has number `first`.

@@ -6,7 +6,7 @@ use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::{PgConnection, Row};
 use time::OffsetDateTime;
 
-use super::{PostgresStore, error, micros, read_message, size};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, read_message, size};
 use crate::error::{Error, Result};
 use crate::lane::{LANES, Lane, lane_of};
 use crate::message::Message;
@@ -97,18 +97,16 @@ impl OutboxStore for PostgresStore {
 
     fn check(&self) -> BoxFuture<'_, Result<()>> {
         async move {
-            let row = sqlx::query(self.sql.check_outbox.clone())
-                .fetch_one(self.relay_pool())
-                .await
-                .map_err(self.relay_error("check outbox"))?;
-            let failed = self.relay_error("check outbox");
-            let (lanes, _): (i64, i64) = (
-                row.try_get(0).map_err(&failed)?,
-                row.try_get(1).map_err(&failed)?,
-            );
-            let in_order: bool = row.try_get(2).map_err(&failed)?;
-            let gapless: bool = row.try_get(3).map_err(&failed)?;
-            let encoding: String = row.try_get(4).map_err(&failed)?;
+            let query = sqlx::query(self.sql.check_outbox.clone());
+            let row = bounded(self.relay_pool(), "check outbox", ACQUIRE_TIMEOUT, |c| {
+                query.fetch_one(c).boxed()
+            })
+            .await?;
+            let failed = |e| error::of_statement("check outbox", e);
+            let lanes: i64 = row.try_get(0).map_err(failed)?;
+            let in_order: bool = row.try_get(1).map_err(failed)?;
+            let gapless: bool = row.try_get(2).map_err(failed)?;
+            let encoding: String = row.try_get(3).map_err(failed)?;
             if lanes != i64::from(LANES) {
                 return Err(Error::configuration(
                     "rows of outbox_lane",
@@ -119,16 +117,12 @@ impl OutboxStore for PostgresStore {
             if !(in_order && gapless) {
                 return Err(Error::configuration(
                     "outbox.position",
-                    "an identity (GENERATED ALWAYS, CACHE 1, NO CYCLE) behind column xid, as migrated",
+                    "an identity (GENERATED ALWAYS, CACHE 1, NO CYCLE) behind column xid",
                     "another definition",
                 ));
             }
             if encoding != "UTF8" {
-                return Err(Error::configuration(
-                    "server_encoding",
-                    "UTF8",
-                    encoding,
-                ));
+                return Err(Error::configuration("server_encoding", "UTF8", encoding));
             }
             Ok(())
         }
@@ -142,13 +136,13 @@ impl OutboxStore for PostgresStore {
         duration: Duration,
     ) -> BoxFuture<'a, Result<Vec<Lease>>> {
         async move {
-            let rows: Vec<(Lane, i64)> = sqlx::query_as(self.sql.lease.clone())
-                .bind(without_nul(relay))
+            let query = sqlx::query_as(self.sql.lease.clone())
+                .bind(without_nul(relay).into_owned())
                 .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
-                .bind(micros(duration))
-                .fetch_all(self.relay_pool())
-                .await
-                .map_err(self.relay_error("lease lanes"))?;
+                .bind(micros(duration));
+            let rows: Vec<(Lane, i64)> = self
+                .relayed("lease lanes", |c| query.fetch_all(c).boxed())
+                .await?;
             Ok(leases_of(rows))
         }
         .boxed()
@@ -161,13 +155,13 @@ impl OutboxStore for PostgresStore {
     ) -> BoxFuture<'a, Result<Vec<Lease>>> {
         async move {
             let (lanes, tokens) = columns_of(leases);
-            let rows: Vec<(Lane, i64)> = sqlx::query_as(self.sql.renew.clone())
+            let query = sqlx::query_as(self.sql.renew.clone())
                 .bind(lanes)
                 .bind(tokens)
-                .bind(micros(duration))
-                .fetch_all(self.relay_pool())
-                .await
-                .map_err(self.relay_error("renew leases"))?;
+                .bind(micros(duration));
+            let rows: Vec<(Lane, i64)> = self
+                .relayed("renew leases", |c| query.fetch_all(c).boxed())
+                .await?;
             Ok(leases_of(rows))
         }
         .boxed()
@@ -176,12 +170,11 @@ impl OutboxStore for PostgresStore {
     fn release<'a>(&'a self, leases: &'a [Lease]) -> BoxFuture<'a, Result<()>> {
         async move {
             let (lanes, tokens) = columns_of(leases);
-            sqlx::query(self.sql.release.clone())
+            let query = sqlx::query(self.sql.release.clone())
                 .bind(lanes)
-                .bind(tokens)
-                .execute(self.relay_pool())
-                .await
-                .map_err(self.relay_error("release leases"))?;
+                .bind(tokens);
+            self.relayed("release leases", |c| query.execute(c).boxed())
+                .await?;
             Ok(())
         }
         .boxed()
@@ -217,11 +210,10 @@ async fn count(
     sql: sqlx::SqlStr,
     count_max: u64,
 ) -> Result<u64> {
-    let counted: i64 = sqlx::query_scalar(sql)
-        .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
-        .fetch_one(store.relay_pool())
-        .await
-        .map_err(store.relay_error(operation))?;
+    let query = sqlx::query_scalar(sql).bind(i64::try_from(count_max).unwrap_or(i64::MAX));
+    let counted: i64 = store
+        .relayed(operation, |c| query.fetch_one(c).boxed())
+        .await?;
     Ok(u64::try_from(counted).unwrap_or(0))
 }
 
@@ -258,27 +250,28 @@ impl OutboxReader for Reader {
             let (lanes, tokens) = columns_of(&leases);
             let lane_rows = (request.rows_max / count).max(1);
             let lane_bytes = request.bytes_max / count;
-            let rows = sqlx::query(self.store.sql.fetch.clone())
+            let query = sqlx::query(self.store.sql.fetch.clone())
                 .bind(lanes)
                 .bind(tokens)
                 .bind(vec![0_i64; count])
                 .bind(i64::try_from(lane_rows).unwrap_or(i64::MAX))
-                .bind(&request.closed)
+                .bind(request.closed.clone())
                 .bind(i64::try_from(lane_bytes).unwrap_or(i64::MAX))
-                .bind(i64::try_from(request.rows_max).unwrap_or(i64::MAX))
-                .fetch_all(self.store.relay_pool())
-                .await
-                .map_err(self.store.relay_error("fetch"))?;
+                .bind(i64::try_from(request.rows_max).unwrap_or(i64::MAX));
+            let rows = self
+                .store
+                .relayed("fetch", |c| query.fetch_all(c).boxed())
+                .await?;
+            let failed = |e| error::of_statement("fetch", e);
             let mut page = Page {
                 full: rows.len() >= request.rows_max,
                 ..Page::default()
             };
             let mut read = [0_usize; LANES as usize];
             for row in &rows {
-                let failed = self.store.relay_error("fetch");
-                let lane: Lane = row.try_get(0).map_err(&failed)?;
-                let position: i64 = row.try_get(1).map_err(&failed)?;
-                let cut: bool = row.try_get(11).map_err(&failed)?;
+                let lane: Lane = row.try_get(0).map_err(failed)?;
+                let position: i64 = row.try_get(1).map_err(failed)?;
+                let cut: bool = row.try_get(11).map_err(failed)?;
                 let in_lane = usize::try_from(lane)
                     .ok()
                     .and_then(|lane| read.get_mut(lane));
@@ -308,7 +301,10 @@ impl OutboxReader for Reader {
             if batch.verdicts.is_empty() {
                 return Ok(Settled::default());
             }
-            let (lanes, tokens) = columns_of(&batch.leases);
+            let mut leases = batch.leases.clone();
+            // Only these are locked: the others may change hands meanwhile.
+            leases.retain(|lease| batch.verdicts.iter().any(|(lane, ..)| *lane == lease.lane));
+            let (lanes, tokens) = columns_of(&leases);
             let (mut confirmed, mut parked) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
             let (mut reasons, mut errors) = (Vec::new(), Vec::new());
             for (lane, position, verdict) in &batch.verdicts {
@@ -320,13 +316,13 @@ impl OutboxReader for Reader {
                     Verdict::Parked { reason, error } => {
                         parked.0.push(*lane);
                         parked.1.push(*position);
-                        reasons.push(reason.as_str());
+                        reasons.push(reason.as_str().to_owned());
                         // Refused here, one NUL would fail the whole batch for ever.
-                        errors.push(without_nul(error));
+                        errors.push(without_nul(error).into_owned());
                     }
                 }
             }
-            let applied: i64 = sqlx::query_scalar(self.store.sql.settle.clone())
+            let query = sqlx::query_scalar(self.store.sql.settle.clone())
                 .bind(lanes)
                 .bind(tokens)
                 .bind(confirmed.0)
@@ -334,10 +330,11 @@ impl OutboxReader for Reader {
                 .bind(parked.0)
                 .bind(parked.1)
                 .bind(reasons)
-                .bind(errors)
-                .fetch_one(self.store.relay_pool())
-                .await
-                .map_err(self.store.relay_error("settle"))?;
+                .bind(errors);
+            let applied: i64 = self
+                .store
+                .relayed("settle", |c| query.fetch_one(c).boxed())
+                .await?;
             let applied = usize::try_from(applied).unwrap_or(0);
             Ok(Settled {
                 applied,

@@ -87,6 +87,7 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
+            // A lane's first row, whose size is the sum so far, comes however large it is.
             // `cut`: the byte limit ends the lane here though a next row is known.
             // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
             fetch: safe(format!(
@@ -95,13 +96,12 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[], $3::bigint[]) AS l(lane, token, floor) \
                  JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
                  CROSS JOIN LATERAL ( \
-                    SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size, \
-                        row_number() OVER w AS place \
+                    SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
                     FROM (SELECT * FROM {t}outbox o \
                         WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($5::text[]) \
                         ORDER BY o.position LIMIT $4) p \
-                    WINDOW w AS (ORDER BY p.position)) o \
-                 WHERE o.bytes <= $6 OR o.place = 1 \
+                    WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
+                 WHERE o.bytes <= $6 OR o.bytes = o.size \
                  LIMIT $7"
             )),
             // `held` locks the lanes against a change of hands until the end of this statement, and re-reads a row
@@ -118,14 +118,14 @@ impl Sql {
                         SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
                         CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
                             WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane IN (SELECT lane FROM held))) \
+                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
                     RETURNING 1), \
                  parked AS ( \
                     DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
                         SELECT x.ctid FROM unnest($5::int[], $6::bigint[]) AS d(lane, position) \
                         CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
                             WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane IN (SELECT lane FROM held))) \
+                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
                     RETURNING *), \
                  moved AS ( \
                     INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
@@ -147,7 +147,6 @@ impl Sql {
             // Names the tables it needs, so that a missing one is an error that says which.
             check_outbox: safe(format!(
                 "SELECT (SELECT count(*) FROM {t}outbox_lane), \
-                    (SELECT count(*) FROM (SELECT 1 FROM {t}outbox_aside LIMIT 1) a), \
                     coalesce(x.attnum < p.attnum AND p.attidentity = 'a', false), \
                     coalesce(s.seqcache = 1 AND NOT s.seqcycle, false), \
                     current_setting('server_encoding') \
@@ -156,7 +155,7 @@ impl Sql {
                  LEFT JOIN pg_attribute p ON p.attrelid = c.oid AND p.attname = 'position' \
                  LEFT JOIN pg_sequence s \
                     ON s.seqrelid = pg_get_serial_sequence('{t}outbox', 'position')::regclass \
-                 WHERE c.oid = '{t}outbox'::regclass"
+                 WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL"
             )),
             check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
             // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that

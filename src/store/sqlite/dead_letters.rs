@@ -13,8 +13,8 @@ use crate::store::{DeadLetter, DeadLetterStore};
 use crate::story::{Origin, Reason, Story};
 
 impl DeadLetterStore for SqliteStore {
-    /// Texts with a NUL, which a text column does not keep whole, are stored with a replacement character in its place; the types
-    /// keep theirs beside the headers. `due_at` is not stored: a dead letter waits for nothing.
+    /// Texts with a NUL, which a text column does not keep whole, are stored with a replacement character in its
+    /// place; the types keep theirs beside the headers. `due_at` is not stored: a dead letter waits for nothing.
     fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>> {
         async move {
             let Outgoing { message, story } = letter;
@@ -102,17 +102,21 @@ fn read(row: &SqliteRow) -> Result<DeadLetter> {
         let reason: Option<&str> = row.try_get(12)?;
         let topic: Option<String> = row.try_get(17)?;
         let (partition, offset) = (row.try_get(18)?, row.try_get(19)?);
-        let mut story = Story::default();
-        story.origin = topic.map(|topic| Origin {
-            topic,
-            partition,
-            offset,
-        });
-        story.consumer = Some(consumer).filter(|consumer| !consumer.is_empty());
-        story.redrive_count = count(row.try_get(11)?);
-        story.reason = reason.map(Reason::new);
-        story.retry_count = count(row.try_get(13)?);
-        story.last_error = row.try_get(16)?;
+        let story = Story {
+            origin: topic.map(|topic| Origin {
+                topic,
+                partition,
+                offset,
+            }),
+            consumer: Some(consumer).filter(|consumer| !consumer.is_empty()),
+            redrive_count: count(row.try_get(11)?),
+            reason: reason.map(Reason::new),
+            retry_count: count(row.try_get(13)?),
+            first_failed_at: None,
+            last_failed_at: None,
+            last_error: row.try_get(16)?,
+            due_at: None,
+        };
         let instants = [row.try_get(14)?, row.try_get(15)?, row.try_get(20)?];
         Ok((row.try_get(0)?, story, instants))
     };

@@ -63,33 +63,35 @@ impl Sql {
                 "UPDATE {t}outbox_lane SET owner = NULL, expires_at = 0 \
                  WHERE (lane, token) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?1))"
             )),
+            // json_each is wrapped because it has a column `key` of its own.
             // CROSS JOIN keeps the order of the tables: first the lanes, then each lane's page.
             // A page ends with the first row beyond the byte limit, so that the reader sees that there is one.
             // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
             fetch: safe(format!(
                 "SELECT o.lane, o.position, {MESSAGE}, o.size \
-                 FROM json_each(?1) l \
+                 FROM (SELECT value FROM json_each(?1)) l \
                  CROSS JOIN {t}outbox_lane z ON z.lane = l.value ->> 0 AND z.token = l.value ->> 1 \
                  CROSS JOIN {t}outbox o ON o.position IN ( \
                     SELECT position FROM ( \
-                        SELECT position, sum(size) OVER (ORDER BY position) - size AS before \
+                        SELECT position, sum(size) OVER w - size AS before, row_number() OVER w AS place \
                         FROM (SELECT position, size FROM {t}outbox \
                             WHERE lane = z.lane AND position > 0 \
                                 AND destination NOT IN (SELECT value FROM json_each(?3)) \
-                            ORDER BY position LIMIT ?2)) \
-                    WHERE before <= ?4) \
+                            ORDER BY position LIMIT ?2) \
+                        WINDOW w AS (ORDER BY position)) \
+                    WHERE before <= ?4 OR place <= 2) \
                  LIMIT ?5"
             )),
             confirm: safe(format!(
                 "DELETE FROM {t}outbox WHERE position IN ( \
-                    SELECT o.position FROM json_each(?1) d \
+                    SELECT o.position FROM (SELECT value FROM json_each(?1)) d \
                     CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
                     CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane)"
             )),
             set_aside: safe(format!(
                 "INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
                  SELECT 'parked', d.value ->> 3, d.value ->> 4, o.lane, {MESSAGE}, o.size \
-                 FROM json_each(?1) d \
+                 FROM (SELECT value FROM json_each(?1)) d \
                  CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
                  CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane \
                  ORDER BY o.position"
