@@ -140,7 +140,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
             };
             let payload = webhook.payload.get().as_bytes();
             let mut tx = world.store.pool().begin().await?;
-            sqlx::query(fact.clone())
+            sqlx::query(world.sql(fact))
                 .bind(number)
                 .bind(&key)
                 .bind(payload)

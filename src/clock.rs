@@ -39,13 +39,15 @@ pub(crate) fn to_micros(instant: OffsetDateTime) -> OffsetDateTime {
     instant.replace_nanosecond(nanos).unwrap_or(instant)
 }
 
-/// Whole microseconds since 1970, for columns and headers that hold a number.
+/// Whole microseconds since 1970, for columns that hold a number.
+#[cfg(any(feature = "sqlite", test))]
 #[must_use]
 pub(crate) fn unix_micros(instant: OffsetDateTime) -> i64 {
     i64::try_from(instant.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX)
 }
 
 /// The instant that many microseconds after 1970; `None` outside the calendar (years beyond ±9999).
+#[cfg(any(feature = "sqlite", test))]
 #[must_use]
 pub(crate) fn from_unix_micros(micros: i64) -> Option<OffsetDateTime> {
     OffsetDateTime::from_unix_timestamp_nanos(i128::from(micros) * 1_000).ok()

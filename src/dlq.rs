@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::broker::{PublishOutcome, Publisher, RejectionScope};
 use crate::envelope::Outgoing;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ladder::fill;
 use crate::store::DeadLetterStore;
 
@@ -116,13 +116,9 @@ async fn send(
         Some(PublishOutcome::Confirmed) => Ok(()),
         Some(PublishOutcome::Rejected { scope, error }) => Err((Some(scope), error)),
         Some(PublishOutcome::Failed { error, .. }) => Err((None, error)),
-        None => Err((
-            None,
-            Error::new(
-                crate::ErrorKind::Other,
-                "publish",
-                "no outcome was returned",
-            ),
-        )),
+        Some(PublishOutcome::Withheld) | None => {
+            let detail = "the publisher gave no outcome to a message that stood alone";
+            Err((None, Error::new(ErrorKind::Other, "publish", detail)))
+        }
     }
 }

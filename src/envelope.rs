@@ -129,6 +129,12 @@ impl Received {
                 rest.push_optional(header.name, header.value);
             }
         }
+        if fields.trace_parent.is_none()
+            && let Some(state) = fields.trace_state.take()
+        {
+            // A state without its parent is no trace context, but still the sender's bytes.
+            rest.push(headers::TRACE_STATE, state);
+        }
         let coordinates = self.coordinates.to_string();
         let mut message = Message::new(
             self.coordinates.topic,
@@ -333,6 +339,7 @@ mod tests {
         headers.push("x-due-at", "soon");
         headers.push_optional("x-event-type", None);
         headers.push("Foreign", "1");
+        headers.push("tracestate", "v=1");
         let timestamp = datetime!(2020-01-01 0:00 UTC);
         let read = Received {
             coordinates: coordinates(),
@@ -359,7 +366,8 @@ mod tests {
                 "x-version",
                 "x-occurred-at",
                 "x-event-type",
-                "Foreign"
+                "Foreign",
+                "tracestate"
             ]
         );
     }

@@ -60,7 +60,7 @@ fn word(outcome: &PublishOutcome) -> &'static str {
             scope: FailureScope::Broker,
             ..
         } => "broker failed",
-        PublishOutcome::Failed { error, .. } if error.kind() == ErrorKind::Busy => "held back",
+        PublishOutcome::Withheld => "withheld",
         PublishOutcome::Failed { .. } => "destination failed",
     }
 }
@@ -113,10 +113,10 @@ async fn the_order_of_a_prefix_publisher_is_kept_behind_a_fault() {
         words,
         [
             "unknown",
-            "held back",
+            "withheld",
             "confirmed",
             "destination failed",
-            "held back",
+            "withheld",
             "confirmed"
         ]
     );

@@ -16,8 +16,8 @@ use crate::message::Limits;
 /// 1. [`publish`](Self::publish) returns exactly one outcome per message, in the order of the batch.
 /// 2. [`PublishOutcome::Confirmed`] is returned only after the broker said that the message is stored to the
 ///    strength the broker was configured for, and routed to at least one place.
-/// 3. An error of one message never changes the outcome of another: a batch refused as a whole is taken apart and
-///    resent until the culprit stands alone.
+/// 3. An error of one message never becomes the outcome of another: a batch refused as a whole is taken apart and
+///    resent until the culprit stands alone. Later messages of the culprit's key may be [`PublishOutcome::Withheld`].
 /// 4. Key, headers and payload arrive byte for byte; null, empty and repeated stay what they are.
 /// 5. Messages of one destination and key are stored in the order of the batch; what a failure leaves behind is
 ///    declared by [`PublisherCapabilities::order`].
@@ -135,6 +135,9 @@ pub enum PublishOutcome {
         /// Why.
         error: Error,
     },
+    /// Not tried, because an earlier message of its scope and key in the batch was not confirmed. Says nothing about the
+    /// message or its destination; it is certainly not stored.
+    Withheld,
 }
 
 impl PublishOutcome {
@@ -144,11 +147,11 @@ impl PublishOutcome {
         matches!(self, Self::Confirmed)
     }
 
-    /// The error of any outcome but `Confirmed`.
+    /// The error of a rejection or failure.
     #[must_use]
     pub const fn error(&self) -> Option<&Error> {
         match self {
-            Self::Confirmed => None,
+            Self::Confirmed | Self::Withheld => None,
             Self::Rejected { error, .. } | Self::Failed { error, .. } => Some(error),
         }
     }

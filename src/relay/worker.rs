@@ -171,6 +171,7 @@ impl Worker {
                 PublishOutcome::Failed { error, .. } => {
                     broker.get_or_insert(error);
                 }
+                PublishOutcome::Withheld => {}
             }
         }
         if let Some(error) = &broker {

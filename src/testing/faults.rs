@@ -69,8 +69,8 @@ impl fmt::Debug for Fault {
 ///
 /// Messages are counted from 1 over all calls, in the order they are handed in. The capabilities are the wrapped
 /// publisher's, and its order is kept: behind a message that this wrapper did not confirm, later ones of its scope and
-/// key in the batch are held back (`Failed`, not stored) if the wrapped publisher declares
-/// [`Prefix`](PublisherOrder::Prefix). A held back message keeps its number, and its fault does not happen.
+/// key in the batch are [`Withheld`](PublishOutcome::Withheld) if the wrapped publisher declares
+/// [`Prefix`](PublisherOrder::Prefix). A withheld message keeps its number, and its fault does not happen.
 ///
 /// `Hang` and `Crash` break the publish deadline on purpose.
 pub struct FaultyPublisher<P> {
@@ -156,7 +156,7 @@ impl<P: Publisher> FaultyPublisher<P> {
                 .as_ref()
                 .map(|key| (self.inner.scope(&message.destination), key));
             if run.as_ref().is_some_and(|run| held.contains(run)) {
-                steps.push(Step::Answer(held_back()));
+                steps.push(Step::Answer(PublishOutcome::Withheld));
                 continue;
             }
             let step = match fault {
@@ -283,16 +283,5 @@ fn unknown() -> PublishOutcome {
         scope: FailureScope::Destination,
         stored: Stored::Unknown,
         error: fault(ErrorKind::Timeout, "the confirmation was lost"),
-    }
-}
-
-fn held_back() -> PublishOutcome {
-    PublishOutcome::Failed {
-        scope: FailureScope::Destination,
-        stored: Stored::No,
-        error: fault(
-            ErrorKind::Busy,
-            "an earlier message of the key was not confirmed",
-        ),
     }
 }

@@ -471,7 +471,7 @@ async fn a_rung_waits_until_due_and_holds_up_nobody_else() {
         destination: rung.clone(),
         delay: 4 * SECOND,
     }];
-    asked.dead_letters = Some(format!("{source}.{consumer}.DLQ"));
+    asked.dead_letters = vec![format!("{source}.{consumer}.DLQ")];
     let mut subscription = kafka.subscribe(asked.clone()).await.unwrap();
     // The copy that fits the source at its largest fits the rung too.
     let due = time::OffsetDateTime::now_utc() + 4 * SECOND;
@@ -640,7 +640,7 @@ async fn a_missing_rung_is_named_within_seconds() {
             delay: 5 * SECOND,
         })
         .to_vec();
-    asked.dead_letters = Some(format!("{source}.DLQ"));
+    asked.dead_letters = vec![format!("{source}.DLQ")];
     let error = within(5 * SECOND, "subscribe", kafka.subscribe(asked.clone()))
         .await
         .map(drop)

@@ -112,8 +112,8 @@ impl<'a> Batch<'a> {
         wave
     }
 
-    /// Whether a message still needs an outcome and no earlier one of its key was refused. If one was, the message
-    /// fails: sending it would overtake the decision about the refused one.
+    /// Whether a message still needs an outcome and no earlier one of its key was refused. If one was, the message is
+    /// withheld: sending it would overtake the decision about the refused one.
     pub(super) fn may_send(&mut self, at: usize) -> bool {
         if self.outcomes[at].is_some() {
             return false;
@@ -122,12 +122,7 @@ impl<'a> Batch<'a> {
             .order(at)
             .is_some_and(|order| self.refused.contains(&order))
         {
-            let error = Error::new(
-                ErrorKind::Busy,
-                "publish",
-                "an earlier message of the same key was refused",
-            );
-            self.outcomes[at] = Some(failed(FailureScope::Destination, Stored::No, error));
+            self.outcomes[at] = Some(PublishOutcome::Withheld);
             return false;
         }
         true

@@ -4,6 +4,7 @@ mod batch;
 mod config;
 mod context;
 mod control;
+mod depth;
 mod desk;
 mod error;
 mod generation;
@@ -57,6 +58,31 @@ impl Kafka {
             control,
             sender,
         })))
+    }
+
+    /// Makes a topic with the cluster's defaults otherwise. One that is there already is left as it is.
+    ///
+    /// # Errors
+    /// Why it could not be made, or [`Timeout`](crate::ErrorKind::Timeout) when it is not seen within seconds.
+    pub async fn create_topic(&self, name: &str, partitions: u16) -> Result<()> {
+        topology::make_source(&self.0.control, name, partitions).await
+    }
+
+    /// How many records a topic holds, counted in offsets: an upper bound where it is compacted or transactional.
+    ///
+    /// # Errors
+    /// [`NotFound`](crate::ErrorKind::NotFound) when there is no such topic; otherwise why the broker did not tell.
+    pub async fn depth(&self, topic: &str) -> Result<u64> {
+        depth::depth(&self.0.control, topic).await
+    }
+
+    /// How many records of a topic a consumer has not settled yet, as far as its commits tell; counted as
+    /// [`depth`](Self::depth).
+    ///
+    /// # Errors
+    /// As [`depth`](Self::depth).
+    pub async fn lag(&self, consumer: &str, topic: &str) -> Result<u64> {
+        depth::lag(&self.0.config, &self.0.control, consumer, topic).await
     }
 }
 

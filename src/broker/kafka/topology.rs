@@ -21,6 +21,7 @@ const TOPIC_BYTES_DEFAULT: u64 = 1_048_588;
 const SEEN_WITHIN: Duration = Duration::from_secs(15);
 const SEEN_POLL: Duration = Duration::from_millis(100);
 const FOR_EVER: &str = "-1";
+const NAME_RULE: &str = "1 to 249 of the characters a-z A-Z 0-9 . _ -";
 
 /// A topic that belongs to the consumer.
 struct Own {
@@ -101,11 +102,7 @@ fn check(request: &SubscriptionRequest) -> Result<()> {
     let all = request.sources.iter().chain(rungs);
     for name in all.chain(&request.dead_letters) {
         if !is_topic_name(name) {
-            return Err(Error::configuration(
-                "topic",
-                "1 to 249 of the characters a-z A-Z 0-9 . _ -",
-                name,
-            ));
+            return Err(Error::configuration("topic", NAME_RULE, name));
         }
     }
     Ok(())
@@ -160,32 +157,54 @@ async fn make(
                 .set("max.message.bytes", &bytes_max)
         })
         .collect();
+    create(control, "subscribe", &topics).await?;
+    let names = absent.iter().map(|own| own.name.clone()).collect();
+    until_seen(control, "subscribe", names).await
+}
+
+/// Makes a topic for sources.
+pub(super) async fn make_source(control: &Arc<Control>, name: &str, partitions: u16) -> Result<()> {
+    const OPERATION: &str = "create topic";
+    if !is_topic_name(name) {
+        return Err(Error::configuration("topic", NAME_RULE, name));
+    }
+    let partitions = i32::from(partitions.max(1));
+    // -1 is the cluster's default.
+    let topic = NewTopic::new(name, partitions, TopicReplication::Fixed(-1));
+    create(control, OPERATION, &[topic]).await?;
+    until_seen(control, OPERATION, vec![name.to_owned()]).await
+}
+
+async fn create(control: &Control, operation: &'static str, topics: &[NewTopic<'_>]) -> Result<()> {
     let options = AdminOptions::new()
         .request_timeout(Some(control.deadline))
         .operation_timeout(Some(control.deadline));
     let made = control
         .admin
-        .create_topics(&topics, &options)
+        .create_topics(topics, &options)
         .await
-        .map_err(|source| mapped("subscribe", "topics could not be made", source))?;
+        .map_err(|source| mapped(operation, "topics could not be made", source))?;
     for result in made {
         match result {
             // Another member was faster.
             Ok(_) | Err((_, Code::TopicAlreadyExists)) => {}
             Err((name, code)) => {
                 let detail = format!("topic {name} could not be made");
-                return Err(mapped("subscribe", &detail, KafkaError::AdminOp(code)));
+                return Err(mapped(operation, &detail, KafkaError::AdminOp(code)));
             }
         }
     }
-    until_seen(control, absent).await
+    Ok(())
 }
 
-async fn until_seen(control: &Arc<Control>, absent: &[Own]) -> Result<()> {
-    let names: Vec<String> = absent.iter().map(|own| own.name.clone()).collect();
+async fn until_seen(
+    control: &Arc<Control>,
+    operation: &'static str,
+    names: Vec<String>,
+) -> Result<()> {
     let until = Instant::now() + SEEN_WITHIN;
     loop {
-        let found = control.topics("subscribe", names.clone()).await?;
+        let found = control.topics(operation, names.clone()).await?;
         let unseen: Vec<&str> = names
             .iter()
             .zip(&found)
@@ -197,7 +216,7 @@ async fn until_seen(control: &Arc<Control>, absent: &[Own]) -> Result<()> {
         }
         if Instant::now() >= until {
             let detail = format!("topics were made but are not seen: {}", unseen.join(", "));
-            return Err(Error::new(ErrorKind::Timeout, "subscribe", detail));
+            return Err(Error::new(ErrorKind::Timeout, operation, detail));
         }
         sleep(SEEN_POLL).await;
     }

@@ -24,8 +24,3 @@ pub(super) fn full(bytes_max: usize) -> Error {
     let detail = format!("the broker holds its {bytes_max} bytes (bytes_max)");
     Error::new(ErrorKind::Busy, "publish", detail)
 }
-
-pub(super) fn held_back() -> Error {
-    let detail = "held back: an earlier message of its key was not confirmed";
-    Error::new(ErrorKind::Busy, "publish", detail)
-}

@@ -55,7 +55,7 @@ const NAME: &str = "memory";
 /// The broker. A clone is another handle on the same topics and consumers.
 ///
 /// Order is [`Prefix`](crate::broker::PublisherOrder::Prefix): once a message is not confirmed, later ones of its
-/// topic and key in the same batch are held back, [`Failed`](crate::broker::PublishOutcome::Failed) and not stored.
+/// topic and key in the same batch are [`Withheld`](crate::broker::PublishOutcome::Withheld).
 ///
 /// Stored messages count against [`MemoryConfig::bytes_max`] and are never removed; beyond it a message is `Failed`
 /// with kind [`Busy`](crate::ErrorKind::Busy).

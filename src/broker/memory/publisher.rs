@@ -65,7 +65,7 @@ impl MemoryBroker {
             let outcome = if !state.available {
                 failed(FailureScope::Broker, error::down("publish"))
             } else if run.is_some_and(|run| held.contains(&run)) {
-                failed(FailureScope::Destination, error::held_back())
+                PublishOutcome::Withheld
             } else if let Some(topic) = state.topics.get_mut(&message.destination) {
                 let record = Record::new(outgoing, now);
                 if record.bytes() > config.record_bytes_max {
