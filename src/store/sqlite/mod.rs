@@ -41,7 +41,8 @@ pub struct SqliteStore {
 impl SqliteStore {
     /// A store over the service's pool, with the tables' default prefix.
     ///
-    /// In-memory databases belong to one connection each: give such a pool one connection that never ends.
+    /// Not for in-memory databases: each belongs to one connection and ends with it, and a transaction that is dropped
+    /// or fails closes its connection.
     #[must_use]
     pub fn new(pool: SqlitePool) -> Self {
         let prefix = Prefix::default();
