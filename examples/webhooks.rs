@@ -127,8 +127,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
         .map_err(|error| format!("{}: {error}", arguments.file.display()))?;
     let outbox =
         Outbox::new(world.store.clone()).with_limits_of(&Publisher::capabilities(&world.kafka));
-    let fact = world
-        .sql("INSERT INTO {schema}.fact (number, key, digest) VALUES ($1, $2, md5($3::bytea))");
+    let fact = "INSERT INTO {schema}.fact (number, key, digest) VALUES ($1, $2, md5($3::bytea))";
     let mut number = 0i64;
     for copy in 1..=arguments.copies {
         for line in text.lines() {
@@ -152,6 +151,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
                 .with_header("action", webhook.action.unwrap_or_default())
                 .with_header("number", number.to_string())
                 .with_version(number)
+                .with_trace(format!("00-{number:032x}-{number:016x}-01"), None)
                 .with_payload(payload.to_vec());
             outbox.enqueue(&mut tx, message).await?;
             tx.commit().await?;

@@ -9,11 +9,11 @@
 
 use std::time::Duration;
 
+use relaybox::Message;
 use relaybox::broker::memory::MemoryBroker;
 use relaybox::broker::{FailureScope, PublishOutcome, Publisher, RejectionScope, Stored};
 use relaybox::envelope::Outgoing;
 use relaybox::testing::{Fault, FaultyPublisher, Signal, eventually};
-use relaybox::{ErrorKind, Message};
 
 const DEADLINE: Duration = Duration::from_secs(30);
 

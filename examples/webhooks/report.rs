@@ -58,6 +58,7 @@ async fn wrong_dead_letters(world: &World) -> Anyhow<Vec<String>> {
                 message.content_type.as_deref() == Some("application/json"),
             ),
             ("action", message.headers.get("action").is_some()),
+            ("trace", message.trace.is_some()),
             ("payload", message.payload.is_some()),
             (
                 "reason",
@@ -114,7 +115,7 @@ async fn tally(world: &World) -> Anyhow<Tally> {
     }
     Ok(Tally {
         committed: world.count("SELECT count(*) FROM {schema}.fact").await?,
-        published: distinct(world, &[world.topic.clone()]).await?,
+        published: distinct(world, std::slice::from_ref(&world.topic)).await?,
         delivered,
         // Every record was delivered; what did not come to the handler was suppressed.
         duplicates: delivered.saturating_sub(attempts.len() as u64),

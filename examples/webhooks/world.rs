@@ -44,7 +44,10 @@ impl World {
             .max_connections(4)
             .connect(&url)
             .await?;
-        let config = KafkaConfig::new(brokers).with_publish_deadline(PUBLISH_DEADLINE);
+        let config = KafkaConfig::new(brokers)
+            .with_publish_deadline(PUBLISH_DEADLINE)
+            // A killed member's partitions are free after this long.
+            .with_session_timeout(Duration::from_secs(6));
         let kafka = Kafka::connect(config).await?;
         Ok(Self {
             topic: format!("webhooks.{run}"),

@@ -226,11 +226,13 @@ impl Running {
     }
 }
 
+type Answer = Box<dyn Fn(&Outgoing) -> Option<PublishOutcome> + Send + Sync>;
+
 /// A publisher that answers some messages itself and passes the others on.
 pub struct Altered<P> {
     inner: P,
     order: PublisherOrder,
-    answer: Box<dyn Fn(&Outgoing) -> Option<PublishOutcome> + Send + Sync>,
+    answer: Answer,
 }
 
 impl<P: Publisher> Altered<P> {

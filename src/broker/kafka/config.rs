@@ -46,7 +46,7 @@ impl Partitioner {
 /// | client id | `relaybox` | not empty |
 /// | partitioner | [`Partitioner::Murmur2`] | |
 /// | linger | 5 ms | at most 1 s and below the publish deadline |
-/// | publish deadline | 30 s | 1 s to 10 min |
+/// | publish deadline | 10 s | 1 s to 10 min |
 /// | limits | [`Limits::default`] | destination at most 249 bytes, message at most 900 MB |
 /// | answer deadline | 5 s | 100 ms to 1 min |
 /// | commit interval | 1 s | 50 ms to 1 min |
@@ -84,7 +84,7 @@ impl KafkaConfig {
             client_id: "relaybox".into(),
             partitioner: Partitioner::default(),
             linger: Duration::from_millis(5),
-            publish_deadline: Duration::from_secs(30),
+            publish_deadline: Duration::from_secs(10),
             limits: Limits::default(),
             answer_deadline: Duration::from_secs(5),
             commit_interval: Duration::from_secs(1),
@@ -118,7 +118,7 @@ impl KafkaConfig {
         self
     }
 
-    /// The longest that one publish call takes. Must be shorter than the relay's lease.
+    /// The longest that one publish call takes. The relay's lease must be more than twice as long.
     #[must_use]
     pub const fn with_publish_deadline(mut self, deadline: Duration) -> Self {
         self.publish_deadline = deadline;
