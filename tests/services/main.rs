@@ -1,7 +1,19 @@
 //! The adapters and whole flows against real services: one binary, so that each service is started once.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "tests fail by panicking"
+)]
+
+#[path = "../broker_contract/mod.rs"]
+mod broker_contract;
 #[path = "../store_contract/mod.rs"]
 mod store_contract;
 
+mod consuming;
+mod end_to_end;
 mod kafka;
+mod kafka_contract;
 mod postgres;
