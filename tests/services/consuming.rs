@@ -389,9 +389,11 @@ async fn the_first_error_is_told_not_the_one_that_follows_from_it() {
 
 #[tokio::test]
 async fn a_database_outage_burns_no_attempt_and_ends_nothing() {
-    let postgres = Postgres::start_with(PostgresOptions::default().with_local_process())
-        .await
-        .unwrap();
+    // Durable, or the kill takes committed transactions along.
+    let options = PostgresOptions::default()
+        .with_durable()
+        .with_local_process();
+    let postgres = Postgres::start_with(options).await.unwrap();
     let house = House::on(&postgres, 8).await;
     let gate = Gate::default();
     async fn gated(
