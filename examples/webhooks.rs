@@ -126,7 +126,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
     let text = std::fs::read_to_string(&arguments.file)
         .map_err(|error| format!("{}: {error}", arguments.file.display()))?;
     let outbox =
-        Outbox::new(world.store.clone()).with_limits_of(&Publisher::capabilities(&world.kafka));
+        Outbox::new(world.store.clone()).with_rules_of(&Publisher::capabilities(&world.kafka));
     let fact = "INSERT INTO {schema}.fact (number, key, digest) VALUES ($1, $2, md5($3::bytea))";
     let mut number = 0i64;
     for copy in 1..=arguments.copies {

@@ -13,6 +13,7 @@ use crate::store::Enqueue;
 pub struct Outbox<S> {
     store: S,
     limits: Limits,
+    refuse: fn(&Message) -> Result<()>,
 }
 
 impl<S: Enqueue> Outbox<S> {
@@ -21,13 +22,15 @@ impl<S: Enqueue> Outbox<S> {
         Self {
             store,
             limits: Limits::default(),
+            refuse: |_| Ok(()),
         }
     }
 
-    /// Takes the limits of the publisher that will send the messages, so that what it would refuse is refused here.
+    /// Takes the rules of the publisher that will send the messages, so that what it would refuse is refused here.
     #[must_use]
-    pub fn with_limits_of(mut self, publisher: &PublisherCapabilities) -> Self {
+    pub fn with_rules_of(mut self, publisher: &PublisherCapabilities) -> Self {
         self.limits = publisher.limits;
+        self.refuse = publisher.refuse;
         self
     }
 
@@ -51,6 +54,7 @@ impl<S: Enqueue> Outbox<S> {
     ) -> Result<()> {
         for message in messages {
             message.validate(&self.limits)?;
+            (self.refuse)(message)?;
         }
         if messages.is_empty() {
             return Ok(());

@@ -7,7 +7,7 @@ use futures_util::future::BoxFuture;
 
 use crate::envelope::Outgoing;
 use crate::error::{Error, Result};
-use crate::message::Limits;
+use crate::message::{Limits, Message};
 
 /// Sends messages to a broker and says of each what became of it.
 ///
@@ -79,13 +79,16 @@ impl<P: Publisher + ?Sized> Publisher for Arc<P> {
 }
 
 /// What a publisher can do, as data.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PublisherCapabilities {
     /// Name of the product, for logs and errors.
     pub name: &'static str,
     /// What a message may be at most. Enqueue checks against it, so that poison never enters the outbox.
     pub limits: Limits,
+    /// Refuses what this broker cannot carry beyond the limits, for example a character in a name; called at enqueue.
+    /// Accepts everything by default.
+    pub refuse: fn(&Message) -> Result<()>,
     /// What a failure inside a run leaves behind.
     pub order: PublisherOrder,
     /// The longest that one publish call takes. The relay's lease is at least twice as long.
@@ -99,6 +102,7 @@ impl PublisherCapabilities {
         Self {
             name,
             limits: Limits::default(),
+            refuse: |_| Ok(()),
             order: PublisherOrder::Gap,
             publish_deadline: Duration::from_secs(10),
         }

@@ -10,6 +10,7 @@ mod error;
 mod generation;
 mod member;
 mod progress;
+mod properties;
 mod publisher;
 mod record;
 mod subscriber;
@@ -96,6 +97,7 @@ impl Publisher for Kafka {
     fn capabilities(&self) -> PublisherCapabilities {
         let mut capabilities = PublisherCapabilities::new("kafka");
         capabilities.limits = self.0.config.limits;
+        capabilities.refuse = record::refuse;
         capabilities.order = PublisherOrder::Prefix;
         capabilities.publish_deadline = self.0.config.publish_deadline;
         capabilities

@@ -11,6 +11,7 @@ use time::OffsetDateTime;
 use crate::envelope::{Outgoing, Received};
 use crate::error::{Error, ErrorKind, Result};
 use crate::headers::Headers;
+use crate::message::Message;
 use crate::story::Origin;
 
 /// Whether Kafka can have a topic of this name: 1 to 249 of `a-z A-Z 0-9 . _ -`, and not `.` or `..`.
@@ -20,6 +21,21 @@ pub(super) fn is_topic_name(name: &str) -> bool {
         && name
             .bytes()
             .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+}
+
+/// The rule for topic names, in words.
+pub(super) const NAME_RULE: &str = "1 to 249 of the characters a-z A-Z 0-9 . _ -";
+
+/// Refuses a destination that can never be a topic.
+pub(super) fn refuse(message: &Message) -> Result<()> {
+    if is_topic_name(&message.destination) {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "destination",
+        NAME_RULE,
+        &message.destination,
+    ))
 }
 
 /// All headers of a message as the client takes them.
@@ -113,7 +129,6 @@ fn read_headers(message: &BorrowedMessage<'_>) -> Headers {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::message::Message;
 
     #[test]
     fn topic_names_follow_kafkas_rule() {
@@ -123,6 +138,8 @@ mod tests {
             assert!(!is_topic_name(name), "{name:?}");
         }
         assert!(!is_topic_name(&"x".repeat(250)));
+        let refused = refuse(&Message::new("a b", "T")).map_err(|e| e.violation().map(|v| v.field));
+        assert_eq!(refused, Err(Some("destination")));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::config::{ENVELOPE_BYTES_MAX, KafkaConfig};
 use super::control::{Control, Topic};
 use super::error::mapped;
-use super::record::is_topic_name;
+use super::record::{NAME_RULE, is_topic_name};
 use crate::broker::{SubscriptionRequest, TopologyMode};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -21,7 +21,6 @@ const TOPIC_BYTES_DEFAULT: u64 = 1_048_588;
 const SEEN_WITHIN: Duration = Duration::from_secs(15);
 const SEEN_POLL: Duration = Duration::from_millis(100);
 const FOR_EVER: &str = "-1";
-const NAME_RULE: &str = "1 to 249 of the characters a-z A-Z 0-9 . _ -";
 
 /// A topic that belongs to the consumer.
 struct Own {

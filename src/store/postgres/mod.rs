@@ -118,7 +118,7 @@ impl PostgresStore {
         let mut migrator = sql::migrator(&self.prefix);
         if let Some((schema, _)) = self.prefix.as_str().split_once('.') {
             // Asked first, because even CREATE SCHEMA IF NOT EXISTS needs a right that a service may not have.
-            let missing: bool = sqlx::query_scalar("SELECT to_regnamespace($1) IS NULL")
+            let missing: bool = sqlx::query_scalar(sql::SCHEMA_IS_MISSING)
                 .bind(schema)
                 .fetch_one(&mut *connection)
                 .await

@@ -32,6 +32,9 @@ pub(super) const RELAY_SETTINGS: [(&str, &str); 6] = [
 /// The transaction that AND CHAIN begins is there for the driver to end: only so does its nesting count return to 0.
 pub(super) const COMMIT: &str = "SELECT 1; COMMIT AND CHAIN";
 
+/// Whether there is no schema of this name.
+pub(super) const SCHEMA_IS_MISSING: &str = "SELECT to_regnamespace($1) IS NULL";
+
 pub(super) struct Sql {
     pub insert: SqlStr,
     pub lease: SqlStr,

@@ -1,10 +1,8 @@
-//! PostgreSQL under the store contracts, and what only it does.
-
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+//! Order, fences, transactions and plans under real sessions.
 
 use std::slice::from_ref;
 use std::str::FromStr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use relaybox::lane::lane_of;
 use relaybox::store::postgres::PostgresStore;
@@ -12,119 +10,12 @@ use relaybox::store::{
     DeadLetterStore, Enqueue, InboxStore, OutboxStore, Prefix, Recorded, SettlementBatch, Verdict,
 };
 use relaybox::{ErrorKind, Message, MessageId};
-use relaybox_testcontainers::{PostgresOptions, shared_postgres};
-use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
-use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection};
+use sqlx::postgres::{PgConnectOptions, PgPool};
+use sqlx::{AssertSqlSafe, Connection, Executor};
 
-use crate::store_contract;
 use crate::store_contract::{Harness, enqueue, keyed, lease_all, pending, request};
 
-struct Postgres {
-    url: String,
-    store: PostgresStore,
-}
-
-impl Postgres {
-    async fn empty() -> Self {
-        let url = shared_postgres()
-            .await
-            .create_database("store")
-            .await
-            .unwrap();
-        let store = PostgresStore::connect(&url).await.unwrap();
-        Self { url, store }
-    }
-
-    /// For what other sessions do.
-    fn pool(&self) -> &PgPool {
-        self.store.pool()
-    }
-
-    async fn number(&self, sql: &str) -> i64 {
-        let mut connection = self.pool().acquire().await.unwrap();
-        <Self as Harness>::number(&mut connection, sql).await
-    }
-
-    /// Repeats a question until the answer is 0.
-    async fn until_none(&self, sql: &str) {
-        while self.number(sql).await != 0 {
-            tokio::task::yield_now().await;
-        }
-    }
-
-    async fn terminate_others(&self) {
-        let mut connection = self.pool().acquire().await.unwrap();
-        let others =
-            "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
-        let kill = format!("SELECT pg_terminate_backend(pid) {others}");
-        assert!(Self::execute(&mut connection, &kill).await);
-        let left = format!("SELECT count(*) {others}");
-        while <Self as Harness>::number(&mut connection, &left).await != 0 {
-            tokio::task::yield_now().await;
-        }
-        // What this session counted so far is to be in the statistics too.
-        let flush = "SELECT pg_stat_force_next_flush()";
-        assert!(Self::execute(&mut connection, flush).await);
-    }
-}
-
-impl Harness for Postgres {
-    type Connection = PgConnection;
-    type Store = PostgresStore;
-
-    async fn start() -> Self {
-        let this = Self::empty().await;
-        this.store.migrate().await.unwrap();
-        let create = "CREATE TABLE work (id int PRIMARY KEY)";
-        this.pool().execute(create).await.unwrap();
-        this
-    }
-
-    fn store(&self) -> PostgresStore {
-        self.store.clone()
-    }
-
-    async fn impatient(&self) -> PostgresStore {
-        self.store().with_lock_wait(Duration::from_millis(100))
-    }
-
-    async fn single(&self) -> PostgresStore {
-        let pool = PgPoolOptions::new()
-            .max_connections(1)
-            .acquire_timeout(Duration::from_secs(5));
-        PostgresStore::new(pool.connect(&self.url).await.unwrap())
-    }
-
-    async fn execute(connection: &mut PgConnection, sql: &str) -> bool {
-        let sql = AssertSqlSafe(sql.to_owned());
-        connection.execute(sqlx::raw_sql(sql)).await.is_ok()
-    }
-
-    async fn number(connection: &mut PgConnection, sql: &str) -> i64 {
-        let query = sqlx::query_scalar(AssertSqlSafe(sql.to_owned()));
-        query.fetch_one(connection).await.unwrap()
-    }
-
-    async fn nested(connection: &mut PgConnection, sql: &str) {
-        let mut savepoint = connection.begin().await.unwrap();
-        assert!(Self::execute(&mut savepoint, sql).await);
-        savepoint.commit().await.unwrap();
-    }
-
-    async fn autocommit(store: &PostgresStore, sql: &'static str) {
-        store.pool().execute(sql).await.unwrap();
-    }
-
-    async fn blocked(&self) {
-        self.until_none(
-            "SELECT 1 - least(count(*), 1) FROM pg_stat_activity \
-             WHERE datname = current_database() AND wait_event_type = 'Lock'",
-        )
-        .await;
-    }
-}
-
-store_contract!(Postgres);
+use super::*;
 
 #[tokio::test]
 async fn a_late_commit_with_a_lower_position_is_fetched_like_any_other() {
@@ -261,46 +152,6 @@ async fn a_prefix_with_a_schema_makes_tables_of_its_own() {
 }
 
 #[tokio::test]
-async fn migrating_from_several_processes_at_once_is_harmless() {
-    let h = Postgres::empty().await;
-    let (one, two) = (h.single().await, h.single().await);
-    let (a, b, c) = tokio::join!(one.migrate(), two.migrate(), h.store.migrate());
-    a.unwrap();
-    b.unwrap();
-    c.unwrap();
-    OutboxStore::check(&one).await.unwrap();
-    // A failed one keeps no lock: the next is not kept waiting.
-    h.pool()
-        .execute("UPDATE relaybox_migrations SET checksum = 'x'")
-        .await
-        .unwrap();
-    assert_eq!(one.migrate().await.unwrap_err().kind(), ErrorKind::Rejected);
-    assert_eq!(two.migrate().await.unwrap_err().kind(), ErrorKind::Rejected);
-}
-
-#[tokio::test]
-async fn missing_and_foreign_tables_are_named() {
-    let h = Postgres::empty().await;
-    for error in [
-        OutboxStore::check(&h.store).await.unwrap_err(),
-        InboxStore::check(&h.store).await.unwrap_err(),
-    ] {
-        assert_eq!(error.kind(), ErrorKind::NotFound);
-        assert!(error.to_string().contains("migrate()"), "{error}");
-    }
-    h.store.migrate().await.unwrap();
-    for spoil in [
-        "ALTER TABLE relaybox_outbox ALTER position SET CACHE 20",
-        "ALTER TABLE relaybox_outbox ALTER position SET CACHE 1, ALTER position SET GENERATED BY DEFAULT",
-        "ALTER TABLE relaybox_outbox ALTER position SET GENERATED ALWAYS; DELETE FROM relaybox_outbox_lane WHERE lane = 3",
-    ] {
-        h.pool().execute(sqlx::raw_sql(spoil)).await.unwrap();
-        let error = OutboxStore::check(&h.store).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Configuration, "{spoil}");
-    }
-}
-
-#[tokio::test]
 async fn instants_do_not_depend_on_the_time_zone_of_the_session() {
     let h = Postgres::start().await;
     let options = PgConnectOptions::from_str(&h.url).unwrap();
@@ -368,127 +219,8 @@ async fn stale_statistics_neither_lift_the_limit_nor_cause_a_scan() {
 }
 
 #[tokio::test]
-async fn lost_connections_are_transient_errors_and_then_it_works_again() {
-    let h = Postgres::start().await;
-    let store = h.store();
-    let leases = lease_all(&store).await;
-    enqueue::<Postgres>(&store, &[keyed("k", "1")]).await;
-    let mut reader = store.reader();
-    reader.fetch(&request(&leases)).await.unwrap();
-    let mut transaction = store.begin().await.unwrap();
-    store
-        .record(&mut transaction, "c", &MessageId::new("m-1"))
-        .await
-        .unwrap();
-    h.terminate_others().await;
-    let error = store.commit(transaction).await.unwrap_err();
-    assert!(error.is_transient(), "{error:?}");
-    let mut failures = 0;
-    let page = loop {
-        match reader.fetch(&request(&leases)).await {
-            Ok(page) => break page,
-            Err(error) => assert!(error.is_transient(), "{error:?}"),
-        }
-        failures += 1;
-        assert!(failures < 20);
-    };
-    assert_eq!(page.rows.len(), 1);
-    enqueue::<Postgres>(&store, &[keyed("k", "2")]).await;
-}
-
-#[tokio::test]
-async fn a_killed_or_silent_server_is_a_transient_error_and_then_it_works_again() {
-    let options = PostgresOptions::default()
-        .with_local_process()
-        .with_durable();
-    let server = relaybox_testcontainers::Postgres::start_with(options)
-        .await
-        .unwrap();
-    let url = server.create_database("store").await.unwrap();
-    let store = PostgresStore::connect(&url).await.unwrap();
-    store.migrate().await.unwrap();
-    let leases = lease_all(&store).await;
-    enqueue::<Postgres>(&store, &[keyed("k", "1")]).await;
-    let mut reader = store.reader();
-
-    server.stop().await.unwrap();
-    let started = Instant::now();
-    let error = OutboxStore::check(&store).await.unwrap_err();
-    assert!(error.is_transient(), "{error:?}");
-    assert!(started.elapsed() < Duration::from_secs(8));
-    server.cont().await.unwrap();
-    OutboxStore::check(&store).await.unwrap();
-
-    let mut transaction = store.begin().await.unwrap();
-    let id = MessageId::new("m-1");
-    store.record(&mut transaction, "c", &id).await.unwrap();
-    server.kill().await.unwrap();
-    let error = store.commit(transaction).await.unwrap_err();
-    assert!(error.is_transient(), "{error:?}");
-    let error = reader.fetch(&request(&leases)).await.unwrap_err();
-    assert!(error.is_transient(), "{error:?}");
-    server.start_again().await.unwrap();
-    let page = loop {
-        match reader.fetch(&request(&leases)).await {
-            Ok(page) => break page,
-            Err(error) => assert!(error.is_transient(), "{error:?}"),
-        }
-    };
-    assert_eq!(page.rows.len(), 1);
-    let mut transaction = store.begin().await.unwrap();
-    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
-}
-
-#[tokio::test]
-async fn an_unreachable_server_is_named_within_seconds_without_the_password() {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    drop(listener);
-    let url = format!("postgres://app:s3cret@127.0.0.1:{port}/shop");
-    let started = Instant::now();
-    let error = PostgresStore::connect(&url).await.unwrap_err();
-    assert!(started.elapsed() < Duration::from_secs(8));
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    let text = format!("{error} {error:?}");
-    assert!(text.contains(&format!("127.0.0.1:{port}/shop")), "{text}");
-    assert!(!text.contains("s3cret"), "{text}");
-
-    let lazy = PgPoolOptions::new().connect_lazy(&url).unwrap();
-    let store = PostgresStore::new(lazy);
-    assert!(!format!("{store:?}").contains("s3cret"));
-    let error = OutboxStore::check(&store).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    let error = InboxStore::check(&store).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert!(
-        error
-            .to_string()
-            .contains(&format!("127.0.0.1:{port}/shop"))
-    );
-    assert!(started.elapsed() < Duration::from_secs(24));
-}
-
-#[tokio::test]
-async fn a_pool_in_use_is_a_transient_timeout_that_names_the_likely_cause() {
-    let h = Postgres::start().await;
-    let pool = PgPoolOptions::new()
-        .max_connections(1)
-        .acquire_timeout(Duration::from_millis(200));
-    let store = PostgresStore::new(pool.connect(&h.url).await.unwrap());
-    let held = store.begin().await.unwrap();
-    let error = store.begin().await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Timeout);
-    assert!(error.to_string().contains("all 1 are in use"), "{error}");
-    // The relay does not depend on it.
-    assert_eq!(lease_all(&store).await.len(), 16);
-    store.rollback(held).await.unwrap();
-    store.begin().await.unwrap();
-}
-
-#[tokio::test]
 async fn the_documented_insert_serves_other_clients() {
-    let readme = include_str!("../../migrations/README.md");
+    let readme = include_str!("../../../migrations/README.md");
     let begin = readme.find("INSERT INTO relaybox_outbox").unwrap();
     let length = readme[begin..].find("```").unwrap();
     let insert = &readme[begin..begin + length];
@@ -528,102 +260,6 @@ async fn the_documented_insert_serves_other_clients() {
 }
 
 /// The store as a role that has only these rights on the tables.
-async fn restricted(h: &Postgres, role: &str, rights: &[&str]) -> PostgresStore {
-    let name: String = sqlx::query_scalar("SELECT current_database()")
-        .fetch_one(h.pool())
-        .await
-        .unwrap();
-    let role = format!("{name}_{role}");
-    let mut statements = vec![format!("CREATE ROLE {role}")];
-    statements.extend(
-        rights
-            .iter()
-            .map(|right| format!("GRANT {right} TO {role}")),
-    );
-    for statement in statements {
-        let statement = sqlx::raw_sql(AssertSqlSafe(statement));
-        h.pool().execute(statement).await.unwrap();
-    }
-    let options = PgConnectOptions::from_str(&h.url).unwrap();
-    let pool = PgPool::connect_with(options.options([("role", &role)]));
-    PostgresStore::new(pool.await.unwrap())
-}
-
-#[tokio::test]
-async fn the_documented_rights_are_enough() {
-    let h = Postgres::start().await;
-    let readme = include_str!("../../migrations/README.md");
-    let begin = readme.find("INSERT (lane,").unwrap();
-    let length = readme[begin..].find(" TO app;").unwrap();
-    let app = restricted(&h, "app", &[&readme[begin..begin + length]]).await;
-    let mut connection = app.pool().acquire().await.unwrap();
-    let messages = [keyed("a", "1"), keyed("a", "2")];
-    app.insert(&mut connection, &messages).await.unwrap();
-    let forged = "INSERT INTO relaybox_outbox (position) OVERRIDING SYSTEM VALUE VALUES (1)";
-    assert!(!Postgres::execute(&mut connection, forged).await);
-
-    let relay = restricted(
-        &h,
-        "relay",
-        &[
-            "SELECT, DELETE ON relaybox_outbox",
-            "SELECT, UPDATE ON relaybox_outbox_lane",
-            "SELECT, INSERT ON relaybox_outbox_aside",
-        ],
-    );
-    let relay = relay.await;
-    OutboxStore::check(&relay).await.unwrap();
-    let leases = lease_all(&relay).await;
-    let mut reader = relay.reader();
-    let page = reader.fetch(&request(&leases)).await.unwrap();
-    let parked = Verdict::Parked {
-        reason: relaybox::story::Reason::new("rejected"),
-        error: String::new(),
-    };
-    let verdicts = [Verdict::Confirmed, parked];
-    let batch = SettlementBatch {
-        verdicts: page
-            .rows
-            .iter()
-            .zip(verdicts)
-            .map(|(row, verdict)| (row.lane, row.position, verdict))
-            .collect(),
-        leases: leases.clone(),
-    };
-    assert_eq!(reader.settle(&batch).await.unwrap().applied, 2);
-    relay.renew(&leases, Duration::ZERO).await.unwrap();
-    relay.release(&leases).await.unwrap();
-    assert_eq!(relay.aside(10).await.unwrap(), 1);
-
-    let consumer = restricted(
-        &h,
-        "consumer",
-        &[
-            "SELECT, INSERT, UPDATE, DELETE ON relaybox_inbox",
-            "SELECT, INSERT, DELETE ON relaybox_dead_letter",
-        ],
-    );
-    let consumer = consumer.await;
-    InboxStore::check(&consumer).await.unwrap();
-    let mut transaction = consumer.begin().await.unwrap();
-    let id = MessageId::new("m-1");
-    consumer.record(&mut transaction, "c", &id).await.unwrap();
-    consumer.commit(transaction).await.unwrap();
-    assert_eq!(consumer.clean_up(Duration::ZERO, 10).await.unwrap(), 1);
-    let letter = relaybox::envelope::Outgoing::from(keyed("k", "1"));
-    consumer.put(&letter).await.unwrap();
-    let position = consumer.list("", 0, 1).await.unwrap()[0].position;
-    assert!(consumer.remove(position).await.unwrap());
-
-    for store in [app, relay, consumer] {
-        let options = store.pool().connect_options();
-        let role = options.get_options().unwrap().replace("-c role=", "");
-        let drop = format!("DROP OWNED BY {role}; DROP ROLE {role}");
-        let drop = sqlx::raw_sql(AssertSqlSafe(drop));
-        h.pool().execute(drop).await.unwrap();
-    }
-}
-
 /// Writers lock their aggregate before they enqueue, at times hold it open, use savepoints and roll back; relays share
 /// the lanes. The version of an aggregate is the payload.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,0 +1,160 @@
+//! The properties of librdkafka: those that our promises stand on, and those that nobody may change.
+
+use rdkafka::ClientConfig;
+
+use super::config::{ENVELOPE_BYTES_MAX, KafkaConfig};
+use crate::error::{Error, Result};
+
+impl KafkaConfig {
+    fn base(&self) -> ClientConfig {
+        let mut config = ClientConfig::new();
+        for (key, value) in &self.properties {
+            config.set(key, value);
+        }
+        config
+            .set("bootstrap.servers", &self.brokers)
+            .set("client.id", &self.client_id)
+            // The client's default of 10 s would let a broker that is back wait for its clients.
+            .set("reconnect.backoff.max.ms", "1000")
+            // A misspelt destination must not come into being.
+            .set("allow.auto.create.topics", "false");
+        config
+    }
+
+    pub(super) fn control(&self) -> ClientConfig {
+        self.base()
+    }
+
+    /// The settings that [`PublisherOrder::Prefix`](crate::broker::PublisherOrder::Prefix) stands on.
+    ///
+    /// Records never expire by themselves (`message.timeout.ms=0`): an expired record leaves a gap that
+    /// `enable.gapless.guarantee` does not cover. Our own deadline retires the whole producer instead.
+    pub(super) fn producer(&self) -> ClientConfig {
+        let record_bytes_max = self.limits.message_bytes_max + ENVELOPE_BYTES_MAX;
+        let mut config = self.base();
+        config
+            .set("enable.idempotence", "true")
+            .set("enable.gapless.guarantee", "true")
+            .set("acks", "all")
+            .set("message.timeout.ms", "0")
+            .set("linger.ms", self.linger.as_millis().to_string())
+            .set("partitioner", self.partitioner.property())
+            .set("message.max.bytes", record_bytes_max.to_string())
+            // The client's own default is a gibibyte. A full queue waits for answers.
+            .set(
+                "queue.buffering.max.kbytes",
+                (4 * record_bytes_max / 1_024).max(64 * 1_024).to_string(),
+            )
+            // A topic's max.message.bytes bounds the batch, not the record.
+            .set("batch.size", record_bytes_max.to_string());
+        config
+    }
+
+    /// For records that are sent one by one, each answered before the next: a refused one ends nothing.
+    pub(super) fn careful_producer(&self) -> ClientConfig {
+        let mut config = self.producer();
+        config
+            .set("enable.gapless.guarantee", "false")
+            .set("linger.ms", "0");
+        config
+    }
+
+    pub(super) fn consumer(&self, group: &str) -> ClientConfig {
+        let mut config = self.base();
+        config
+            .set("group.id", group)
+            .set("enable.auto.commit", "true")
+            .set("enable.auto.offset.store", "false")
+            .set("auto.offset.reset", "earliest")
+            .set("partition.assignment.strategy", "cooperative-sticky")
+            .set(
+                "auto.commit.interval.ms",
+                self.commit_interval.as_millis().to_string(),
+            )
+            .set(
+                "session.timeout.ms",
+                self.session_timeout.as_millis().to_string(),
+            )
+            .set(
+                "heartbeat.interval.ms",
+                (self.session_timeout.as_millis() / 10)
+                    .clamp(100, 3_000)
+                    .to_string(),
+            )
+            .set(
+                "max.poll.interval.ms",
+                self.poll_interval_max.as_millis().to_string(),
+            )
+            .set("queued.min.messages", "1000")
+            .set(
+                "queued.max.messages.kbytes",
+                (self.prefetch_bytes_max / 1_024).to_string(),
+            );
+        config
+    }
+}
+
+/// Properties that a promise stands on, or that have a setting of their own.
+pub(super) const REFUSED: &[&str] = &[
+    "acks",
+    "request.required.acks",
+    "enable.idempotence",
+    "enable.gapless.guarantee",
+    "max.in.flight",
+    "max.in.flight.requests.per.connection",
+    "retries",
+    "message.send.max.retries",
+    "message.timeout.ms",
+    "delivery.timeout.ms",
+    "transactional.id",
+    "queuing.strategy",
+    "produce.offset.report",
+    "partitioner",
+    "linger.ms",
+    "queue.buffering.max.ms",
+    "queue.buffering.max.kbytes",
+    "message.max.bytes",
+    "batch.size",
+    "allow.auto.create.topics",
+    "bootstrap.servers",
+    "metadata.broker.list",
+    "client.id",
+    "reconnect.backoff.max.ms",
+    "group.id",
+    "group.instance.id",
+    "group.protocol",
+    "group.remote.assignor",
+    "enable.auto.commit",
+    "auto.commit.enable",
+    "enable.auto.offset.store",
+    "auto.commit.interval.ms",
+    "auto.offset.reset",
+    "offset.store.method",
+    "partition.assignment.strategy",
+    "session.timeout.ms",
+    "heartbeat.interval.ms",
+    "max.poll.interval.ms",
+    "queued.min.messages",
+    "queued.max.messages.kbytes",
+    "enable.partition.eof",
+    "enabled_events",
+    "test.mock.num.brokers",
+];
+
+pub(super) fn allowed(key: &str) -> Result<()> {
+    if key.is_empty() || key.contains('\0') {
+        return Err(Error::configuration(
+            "property",
+            "the name of a librdkafka property",
+            key,
+        ));
+    }
+    if REFUSED.contains(&key) {
+        return Err(Error::configuration(
+            "property",
+            "none that relaybox's promises stand on or that has a setting of its own",
+            key,
+        ));
+    }
+    Ok(())
+}
