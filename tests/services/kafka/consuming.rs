@@ -3,13 +3,10 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use rdkafka::Message as _;
-use rdkafka::consumer::Consumer;
-use rdkafka::message::Headers as _;
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Kafka, KafkaConfig};
 use relaybox::broker::{
-    PublishOutcome, Publisher, Rung, Settlement, Stored, Subscriber, Subscription, TopologyMode,
+    PublishOutcome, Publisher, Rung, Settlement, Stored, Subscriber, TopologyMode,
 };
 use relaybox_testcontainers::{KafkaOptions, shared_kafka, unique_name};
 

@@ -3,12 +3,9 @@
 use std::collections::HashSet;
 use std::time::Instant;
 
-use rdkafka::Message as _;
-use rdkafka::consumer::Consumer;
-use rdkafka::message::Headers as _;
 use relaybox::broker::kafka::Kafka;
 use relaybox::broker::{
-    FailureScope, PublishOutcome, Publisher, RejectionScope, Stored, Subscriber, Subscription,
+    FailureScope, PublishOutcome, Publisher, RejectionScope, Stored, Subscriber,
 };
 use relaybox::envelope::Outgoing;
 use relaybox::{ErrorKind, Message};

@@ -5,7 +5,6 @@ mod trouble;
 
 use std::time::Duration;
 
-use relaybox::store::InboxStore;
 use relaybox::store::postgres::PostgresStore;
 use relaybox_testcontainers::shared_postgres;
 use sqlx::postgres::{PgPool, PgPoolOptions};

@@ -10,7 +10,7 @@ use relaybox::store::{
 use relaybox::{ErrorKind, MessageId};
 use relaybox_testcontainers::PostgresOptions;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
-use sqlx::{AssertSqlSafe, Connection, Executor};
+use sqlx::{AssertSqlSafe, Executor};
 
 use crate::store_contract::{Harness, enqueue, keyed, lease_all, request};
 
