@@ -101,7 +101,7 @@ async fn prepare(shop: &SqliteStore, billing: &SqliteStore, notebook: &SqliteSto
 
 /// Business fact and message, in one transaction each.
 async fn place_orders(shop: &SqliteStore, broker: &MemoryBroker, events: &[Event]) -> Anyhow<()> {
-    let outbox = Outbox::new(shop.clone()).with_rules_of(&Publisher::capabilities(broker));
+    let outbox = Outbox::new(shop.clone()).with_rules_of(broker);
     for (number, event) in (1i64..).zip(events) {
         let mut tx = shop.pool().begin().await?;
         sqlx::query("INSERT INTO event (number, name, order_id) VALUES (?, ?, ?)")

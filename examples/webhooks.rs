@@ -22,7 +22,6 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use relaybox::Message;
-use relaybox::broker::Publisher;
 use relaybox::consumer::{Consumer, ConsumerConfig, Failure, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::outbox::Outbox;
@@ -125,8 +124,7 @@ async fn all(world: &World, arguments: &Arguments) -> Anyhow<bool> {
 async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
     let text = std::fs::read_to_string(&arguments.file)
         .map_err(|error| format!("{}: {error}", arguments.file.display()))?;
-    let outbox =
-        Outbox::new(world.store.clone()).with_rules_of(&Publisher::capabilities(&world.kafka));
+    let outbox = Outbox::new(world.store.clone()).with_rules_of(&world.kafka);
     let fact = "INSERT INTO {schema}.fact (number, key, digest) VALUES ($1, $2, md5($3::bytea))";
     let mut number = 0i64;
     for copy in 1..=arguments.copies {

@@ -1,6 +1,6 @@
 //! The outbox: a message becomes a row in the caller's own transaction.
 
-use crate::broker::PublisherCapabilities;
+use crate::broker::Publisher;
 use crate::error::Result;
 use crate::message::{Limits, Message};
 use crate::store::Enqueue;
@@ -28,9 +28,10 @@ impl<S: Enqueue> Outbox<S> {
 
     /// Takes the rules of the publisher that will send the messages, so that what it would refuse is refused here.
     #[must_use]
-    pub fn with_rules_of(mut self, publisher: &PublisherCapabilities) -> Self {
-        self.limits = publisher.limits;
-        self.refuse = publisher.refuse;
+    pub fn with_rules_of(mut self, publisher: &(impl Publisher + ?Sized)) -> Self {
+        let capabilities = publisher.capabilities();
+        self.limits = capabilities.limits;
+        self.refuse = capabilities.refuse;
         self
     }
 
