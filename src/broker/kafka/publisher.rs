@@ -109,10 +109,8 @@ impl Sender {
             .filter(|name| match record::is_topic_name(name) {
                 true => !self.is_fresh(name),
                 false => {
-                    batch.reject_destination(name, || {
-                        let limit = "1 to 249 of the characters a-z A-Z 0-9 . _ -";
-                        Error::invalid("destination", limit, name)
-                    });
+                    let error = || Error::invalid("destination", record::NAME_RULE, name);
+                    batch.reject_destination(name, error);
                     false
                 }
             })
