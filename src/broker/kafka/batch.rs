@@ -293,13 +293,7 @@ mod tests {
                 ..
             }
         ));
-        assert!(matches!(
-            outcomes[1],
-            PublishOutcome::Failed {
-                stored: Stored::No,
-                ..
-            }
-        ));
+        assert!(matches!(outcomes[1], PublishOutcome::Withheld));
     }
 
     #[test]
