@@ -26,7 +26,7 @@ pub use handler::{Handler, HandlerFn, HandlerFunction, handler_fn};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
 
-use process::Processor;
+use process::{Homes, Processor};
 use schedule::{Schedule, Slot};
 
 /// Pause between clean-ups of the inbox.
@@ -153,6 +153,7 @@ impl<S: InboxStore> Consumer<S> {
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
         let processor = Arc::new(Processor {
+            homes: Homes::new(&self.sources, &self.ladder, &self.name),
             name: self.name,
             config: self.config,
             ladder: self.ladder,
