@@ -10,7 +10,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tracing::{debug, info, warn};
 
@@ -165,6 +165,7 @@ impl<S: InboxStore> Consumer<S> {
             counts: self.counts,
         });
         let mut work = Work {
+            places: Arc::new(Semaphore::new(processor.config.concurrency)),
             processor: processor.clone(),
             schedule: Schedule::new(),
             running: JoinSet::new(),
@@ -223,6 +224,8 @@ impl<S: InboxStore> Consumer<S> {
 struct Work<S, H> {
     processor: Arc<Processor<S, H>>,
     schedule: Schedule<Delivery>,
+    /// One for each handler at a time. What runs without one only waits for the broker to take a copy.
+    places: Arc<Semaphore>,
     running: JoinSet<(Slot, usize)>,
     running_bytes: usize,
     waiting_bytes: usize,
@@ -236,11 +239,14 @@ where
 {
     /// Takes deliveries and starts handlers. Returns only with an error.
     async fn run(&mut self, subscription: &mut dyn Subscription) -> Result<()> {
+        let places = self.places.clone();
         loop {
             self.start_ready();
             let room = self.room();
             tokio::select! {
                 Some(ended) = self.running.join_next() => self.finish(ended)?,
+                // Something ready found no place; one that is given up need not have ended.
+                _ = places.acquire(), if self.schedule.has_ready() => {}
                 received = subscription.receive(room.max(1)), if room > 0 => match received {
                     Ok(deliveries) => self.take(deliveries),
                     Err(error) if error.is_transient() => {
@@ -272,7 +278,7 @@ where
     }
 
     fn start_ready(&mut self) {
-        while self.running.len() < self.processor.config.concurrency {
+        while let Ok(place) = self.places.clone().try_acquire_owned() {
             let Some((slot, delivery)) = self.schedule.next() else {
                 return;
             };
@@ -290,7 +296,7 @@ where
             let processor = self.processor.clone();
             let stopped = self.stopped.clone();
             self.running.spawn(async move {
-                processor.process(delivery, stopped).await;
+                processor.process(delivery, place, stopped).await;
                 (slot, bytes)
             });
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 use tracing::{debug, error, warn};
 
 use crate::backoff::{DelayPolicy, Jitter};
@@ -63,7 +63,14 @@ where
 {
     /// Handles a delivery to its settlement. Returns without settling when it is no longer ours, or at a stop: then
     /// it is delivered again.
-    pub(super) async fn process(&self, delivery: Delivery, mut stop: watch::Receiver<bool>) {
+    ///
+    /// `place` is its right to occupy a handler. It is given up when only the broker is waited for.
+    pub(super) async fn process(
+        &self,
+        delivery: Delivery,
+        place: OwnedSemaphorePermit,
+        mut stop: watch::Receiver<bool>,
+    ) {
         let Delivery {
             mut incoming,
             coordinates,
@@ -96,7 +103,7 @@ where
                 story: story.dead(Reason::new(Reason::MISSING_ID)),
             };
             return self
-                .go_on(step, &topic, incoming, receipt, &mut stop)
+                .go_on(step, &topic, incoming, receipt, place, &mut stop)
                 .await;
         }
         let mut reruns = 0;
@@ -147,7 +154,7 @@ where
             let now = self.clock.now();
             let step = self.ladder.step(&topic, &self.name, story, ask, now);
             return self
-                .go_on(step, &topic, incoming, receipt, &mut stop)
+                .go_on(step, &topic, incoming, receipt, place, &mut stop)
                 .await;
         }
     }
@@ -171,8 +178,10 @@ where
         topic: &str,
         incoming: Incoming,
         receipt: Box<dyn Receipt>,
+        place: OwnedSemaphorePermit,
         stop: &mut watch::Receiver<bool>,
     ) {
+        let mut place = Some(place);
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         let count = match step {
             Step::Climb { .. } => &self.counts.retried,
@@ -186,6 +195,8 @@ where
                     "copy of a failed message is not confirmed; the message stays and is tried again"
                 ),
             }
+            // Messages whose copies nobody takes must not keep the handlers from those that need none.
+            drop(place.take());
             if self.wait(patient.next_delay(), stop).await {
                 return;
             }
