@@ -144,9 +144,17 @@ impl<S: InboxStore> Consumer<S> {
         config::validate_name(&self.name)?;
         self.ladder.validate()?;
         self.config.validate(self.ladder.duration())?;
+        let request = self.request();
+        no_circle(&request)?;
         self.store.check().await?;
-        let mut subscription = self.subscriber.subscribe(self.request()).await?;
-        self.check_dead_letters().await?;
+        self.dead_letters.check(&self.name).await?;
+        let copies: Vec<String> = rung_names(&request)
+            .chain(&request.dead_letters)
+            .cloned()
+            .collect();
+        let mut subscription = self.subscriber.subscribe(request).await?;
+        // Copies may go through another publisher than the broker subscribed to, and must come back.
+        self.publisher.check(&copies).await?;
         info!(consumer = self.name, sources = ?self.sources, "consumer started");
 
         let (stop, stopped) = watch::channel(false);
@@ -209,15 +217,25 @@ impl<S: InboxStore> Consumer<S> {
             .filter_map(|source| self.dead_letters.destination(source, &self.name))
             .collect()
     }
+}
 
-    /// Dead letters may go to another broker than the one subscribed to.
-    async fn check_dead_letters(&self) -> Result<()> {
-        let destinations = self.dead_letter_destinations();
-        if destinations.is_empty() {
-            return Ok(());
-        }
-        self.publisher.check(&destinations).await
+fn rung_names(request: &SubscriptionRequest) -> impl Iterator<Item = &String> {
+    request.rungs.iter().map(|rung| &rung.destination)
+}
+
+/// Refuses names by which a message would come round again without end.
+fn no_circle(request: &SubscriptionRequest) -> Result<()> {
+    let is_source = |name: &String| request.sources.contains(name);
+    if let Some(rung) = rung_names(request).find(|name| is_source(name)) {
+        let limit = "a name that no source has";
+        return Err(Error::configuration("ladder template", limit, rung));
     }
+    let read = |name: &&String| is_source(name) || rung_names(request).any(|rung| rung == *name);
+    if let Some(dead) = request.dead_letters.iter().find(read) {
+        let limit = "a name that no source and no rung has";
+        return Err(Error::configuration("dead letter template", limit, dead));
+    }
+    Ok(())
 }
 
 /// Deliveries waiting and running.
