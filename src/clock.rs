@@ -57,17 +57,18 @@ pub(crate) fn from_unix_micros(micros: i64) -> Option<OffsetDateTime> {
 #[must_use]
 pub(crate) fn to_rfc3339(instant: OffsetDateTime) -> Option<String> {
     instant
-        .to_offset(time::UtcOffset::UTC)
+        .checked_to_offset(time::UtcOffset::UTC)?
         .format(&Rfc3339)
         .ok()
 }
 
-/// Reads an RFC 3339 instant, in any offset, as UTC.
+/// Reads an RFC 3339 instant, in any offset, as UTC; `None` also where an offset leads out of the calendar, which a
+/// header from anywhere may do.
 #[must_use]
 pub(crate) fn from_rfc3339(text: &str) -> Option<OffsetDateTime> {
     OffsetDateTime::parse(text, &Rfc3339)
         .ok()
-        .map(|instant| instant.to_offset(time::UtcOffset::UTC))
+        .and_then(|instant| instant.checked_to_offset(time::UtcOffset::UTC))
 }
 
 /// `instant + duration`, held at the end of the calendar instead of overflowing.
@@ -96,6 +97,12 @@ mod tests {
             Some(instant)
         );
         assert_eq!(from_rfc3339("yesterday"), None);
+    }
+
+    #[test]
+    fn an_offset_that_leads_out_of_the_calendar_is_no_instant() {
+        assert_eq!(from_rfc3339("9999-12-31T23:59:59-01:00"), None);
+        assert_eq!(to_rfc3339(datetime!(9999-12-31 23:59:59 -1)), None);
     }
 
     #[test]

@@ -68,6 +68,14 @@ impl DeadLetters {
             .map(|template| fill(template, topic, consumer))
     }
 
+    /// Finds out at start whether the table is there.
+    pub(crate) async fn check(&self, consumer: &str) -> Result<()> {
+        if let Some(table) = &self.table {
+            table.list(consumer, i64::MAX, 1).await?;
+        }
+        Ok(())
+    }
+
     /// Stores a letter in every place asked for. Safe to repeat after an error: a repeat may leave a second copy at
     /// the broker, with the same message id.
     pub(crate) async fn bury(

@@ -65,7 +65,12 @@ where
         }
     }
 
-    let work = handler.handle(S::connection(&mut transaction), incoming);
+    // Called inside, because a handler may panic before it has a future to return.
+    let work = async {
+        handler
+            .handle(S::connection(&mut transaction), incoming)
+            .await
+    };
     let guarded = AssertUnwindSafe(work).catch_unwind();
     let outcome = match tokio::time::timeout(handler_timeout, guarded).await {
         Ok(Ok(outcome)) => outcome,

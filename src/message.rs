@@ -7,7 +7,7 @@ use serde::Serialize;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::clock::to_micros;
+use crate::clock::{to_micros, to_rfc3339};
 use crate::error::{Error, ErrorKind, Result};
 use crate::headers::{Headers, is_reserved};
 
@@ -230,6 +230,13 @@ impl Message {
         if let Some(key) = &self.key {
             size("key", key.len(), limits.key_bytes_max)?;
         }
+        if to_rfc3339(self.occurred_at).is_none() {
+            return Err(Error::invalid(
+                "occurred_at",
+                "in the years 0 to 9999, in UTC",
+                self.occurred_at.to_string(),
+            ));
+        }
         if let Some(trace) = &self.trace {
             text("traceparent", &trace.parent, 1, limits.name_bytes_max)?;
             if let Some(state) = &trace.state {
@@ -359,6 +366,8 @@ mod tests {
         assert_eq!(refused(&good().with_key([7; 1025])).2, "1025 bytes");
         assert_eq!(refused(&good().with_header("", "v")).0, "header name");
         assert_eq!(refused(&good().with_header(long, "v")).0, "header name");
+        let beyond = time::macros::datetime!(9999-12-31 23:59:59 -1);
+        assert_eq!(refused(&good().with_occurred_at(beyond)).0, "occurred_at");
         let (field, _, value) = refused(&good().with_header("X-Message-ID", "v"));
         assert_eq!((field, value.as_str()), ("header name", "X-Message-ID"));
         assert_eq!(

@@ -10,7 +10,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tracing::{debug, info, warn};
 
@@ -26,7 +26,7 @@ pub use handler::{Handler, HandlerFn, HandlerFunction, handler_fn};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
 
-use process::Processor;
+use process::{Homes, Processor};
 use schedule::{Schedule, Slot};
 
 /// Pause between clean-ups of the inbox.
@@ -144,15 +144,24 @@ impl<S: InboxStore> Consumer<S> {
         config::validate_name(&self.name)?;
         self.ladder.validate()?;
         self.config.validate(self.ladder.duration())?;
+        let request = self.request();
+        no_circle(&request)?;
         self.store.check().await?;
-        let mut subscription = self.subscriber.subscribe(self.request()).await?;
-        self.check_dead_letters().await?;
+        self.dead_letters.check(&self.name).await?;
+        let copies: Vec<String> = rung_names(&request)
+            .chain(&request.dead_letters)
+            .cloned()
+            .collect();
+        let mut subscription = self.subscriber.subscribe(request).await?;
+        // Copies may go through another publisher than the broker subscribed to, and must come back.
+        self.publisher.check(&copies).await?;
         info!(consumer = self.name, sources = ?self.sources, "consumer started");
 
         let (stop, stopped) = watch::channel(false);
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
         let processor = Arc::new(Processor {
+            homes: Homes::new(&self.sources, &self.ladder, &self.name),
             name: self.name,
             config: self.config,
             ladder: self.ladder,
@@ -164,6 +173,7 @@ impl<S: InboxStore> Consumer<S> {
             counts: self.counts,
         });
         let mut work = Work {
+            places: Arc::new(Semaphore::new(processor.config.concurrency)),
             processor: processor.clone(),
             schedule: Schedule::new(),
             running: JoinSet::new(),
@@ -207,21 +217,33 @@ impl<S: InboxStore> Consumer<S> {
             .filter_map(|source| self.dead_letters.destination(source, &self.name))
             .collect()
     }
+}
 
-    /// Dead letters may go to another broker than the one subscribed to.
-    async fn check_dead_letters(&self) -> Result<()> {
-        let destinations = self.dead_letter_destinations();
-        if destinations.is_empty() {
-            return Ok(());
-        }
-        self.publisher.check(&destinations).await
+fn rung_names(request: &SubscriptionRequest) -> impl Iterator<Item = &String> {
+    request.rungs.iter().map(|rung| &rung.destination)
+}
+
+/// Refuses names by which a message would come round again without end.
+fn no_circle(request: &SubscriptionRequest) -> Result<()> {
+    let is_source = |name: &String| request.sources.contains(name);
+    if let Some(rung) = rung_names(request).find(|name| is_source(name)) {
+        let limit = "a name that no source has";
+        return Err(Error::configuration("ladder template", limit, rung));
     }
+    let read = |name: &&String| is_source(name) || rung_names(request).any(|rung| rung == *name);
+    if let Some(dead) = request.dead_letters.iter().find(read) {
+        let limit = "a name that no source and no rung has";
+        return Err(Error::configuration("dead letter template", limit, dead));
+    }
+    Ok(())
 }
 
 /// Deliveries waiting and running.
 struct Work<S, H> {
     processor: Arc<Processor<S, H>>,
     schedule: Schedule<Delivery>,
+    /// One for each handler at a time. What runs without one only waits for the broker to take a copy.
+    places: Arc<Semaphore>,
     running: JoinSet<(Slot, usize)>,
     running_bytes: usize,
     waiting_bytes: usize,
@@ -235,11 +257,14 @@ where
 {
     /// Takes deliveries and starts handlers. Returns only with an error.
     async fn run(&mut self, subscription: &mut dyn Subscription) -> Result<()> {
+        let places = self.places.clone();
         loop {
             self.start_ready();
             let room = self.room();
             tokio::select! {
                 Some(ended) = self.running.join_next() => self.finish(ended)?,
+                // Something ready found no place; one that is given up need not have ended.
+                _ = places.acquire(), if self.schedule.has_ready() => {}
                 received = subscription.receive(room.max(1)), if room > 0 => match received {
                     Ok(deliveries) => self.take(deliveries),
                     Err(error) if error.is_transient() => {
@@ -271,7 +296,7 @@ where
     }
 
     fn start_ready(&mut self) {
-        while self.running.len() < self.processor.config.concurrency {
+        while let Ok(place) = self.places.clone().try_acquire_owned() {
             let Some((slot, delivery)) = self.schedule.next() else {
                 return;
             };
@@ -289,7 +314,7 @@ where
             let processor = self.processor.clone();
             let stopped = self.stopped.clone();
             self.running.spawn(async move {
-                processor.process(delivery, stopped).await;
+                processor.process(delivery, place, stopped).await;
                 (slot, bytes)
             });
         }

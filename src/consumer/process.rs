@@ -1,10 +1,11 @@
 //! One delivery from arrival to settlement.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 use tracing::{debug, error, warn};
 
 use crate::backoff::{DelayPolicy, Jitter};
@@ -44,6 +45,7 @@ pub struct ConsumerCounts {
 /// Everything that handling a delivery needs, shared by all tasks of a consumer.
 pub(super) struct Processor<S, H> {
     pub(super) name: String,
+    pub(super) homes: Homes,
     pub(super) config: ConsumerConfig,
     pub(super) ladder: Ladder,
     pub(super) dead_letters: DeadLetters,
@@ -61,20 +63,48 @@ where
 {
     /// Handles a delivery to its settlement. Returns without settling when it is no longer ours, or at a stop: then
     /// it is delivered again.
-    pub(super) async fn process(&self, delivery: Delivery, mut stop: watch::Receiver<bool>) {
+    ///
+    /// `place` is its right to occupy a handler. It is given up when only the broker is waited for.
+    pub(super) async fn process(
+        &self,
+        delivery: Delivery,
+        place: OwnedSemaphorePermit,
+        mut stop: watch::Receiver<bool>,
+    ) {
         let Delivery {
-            incoming,
+            mut incoming,
             coordinates,
             receipt,
             ..
         } = delivery;
+        let at_source = self.homes.is_source(&coordinates.topic);
+        if at_source && incoming.story.consumer.as_deref() != Some(&*self.name) {
+            // What another consumer failed at, or a sender made up, is no attempt of ours.
+            incoming.story = Story {
+                redrive_count: incoming.story.redrive_count,
+                ..Story::default()
+            };
+        }
+        let topic = self.homes.source_of(&incoming.story, &coordinates);
+        let origin = if at_source {
+            coordinates
+        } else {
+            // A copy that had no room to say where it came from.
+            Origin {
+                topic: topic.clone(),
+                partition: None,
+                offset: None,
+            }
+        };
         if incoming.id_missing && self.config.missing_id == MissingId::DeadLetter {
             let failure = Failure::new("the message has no usable x-message-id");
-            let story = self.told(&incoming, &coordinates, &failure);
+            let story = self.told(&incoming, &origin, &failure);
             let step = Step::Bury {
                 story: story.dead(Reason::new(Reason::MISSING_ID)),
             };
-            return self.go_on(step, incoming, receipt, &mut stop).await;
+            return self
+                .go_on(step, &topic, incoming, receipt, place, &mut stop)
+                .await;
         }
         let mut reruns = 0;
         let quick = DelayPolicy::exponential(Duration::from_millis(5)).with_jitter(Jitter::Full);
@@ -120,19 +150,20 @@ where
                 }
                 continue;
             }
-            let story = self.told(&incoming, &coordinates, &failure);
-            let topic = source_of(&story, &incoming);
+            let story = self.told(&incoming, &origin, &failure);
             let now = self.clock.now();
             let step = self.ladder.step(&topic, &self.name, story, ask, now);
-            return self.go_on(step, incoming, receipt, &mut stop).await;
+            return self
+                .go_on(step, &topic, incoming, receipt, place, &mut stop)
+                .await;
         }
     }
 
     /// The story with this failure in it.
-    fn told(&self, incoming: &Incoming, coordinates: &Origin, failure: &Failure) -> Story {
+    fn told(&self, incoming: &Incoming, origin: &Origin, failure: &Failure) -> Story {
         incoming.story.failed(
             &self.name,
-            coordinates,
+            origin,
             failure.class(),
             &failure.to_string(),
             self.clock.now(),
@@ -144,30 +175,35 @@ where
     async fn go_on(
         &self,
         step: Step,
+        topic: &str,
         incoming: Incoming,
         receipt: Box<dyn Receipt>,
+        place: OwnedSemaphorePermit,
         stop: &mut watch::Receiver<bool>,
     ) {
+        let mut place = Some(place);
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         let count = match step {
             Step::Climb { .. } => &self.counts.retried,
             Step::Bury { .. } => &self.counts.dead,
         };
         while receipt.is_current() {
-            match self.take(&step, &incoming).await {
+            match self.take(&step, topic, &incoming).await {
                 Ok(()) => return self.acknowledge(receipt, count).await,
                 Err(error) => error!(
                     consumer = self.name, id = %incoming.message.id, %error,
                     "copy of a failed message is not confirmed; the message stays and is tried again"
                 ),
             }
+            // Messages whose copies nobody takes must not keep the handlers from those that need none.
+            drop(place.take());
             if self.wait(patient.next_delay(), stop).await {
                 return;
             }
         }
     }
 
-    async fn take(&self, step: &Step, incoming: &Incoming) -> Result<()> {
+    async fn take(&self, step: &Step, topic: &str, incoming: &Incoming) -> Result<()> {
         let copy = |story: &Story| Outgoing {
             message: incoming.message.clone(),
             story: story.clone(),
@@ -177,9 +213,8 @@ where
                 send_copy(&*self.publisher, destination.clone(), copy(story)).await
             }
             Step::Bury { story } => {
-                let topic = source_of(story, incoming);
                 self.dead_letters
-                    .bury(&*self.publisher, &topic, &self.name, copy(story))
+                    .bury(&*self.publisher, topic, &self.name, copy(story))
                     .await
             }
         }
@@ -206,10 +241,44 @@ where
     }
 }
 
-/// The topic that rungs and dead letters are named after: where the message first came from.
-fn source_of(story: &Story, incoming: &Incoming) -> String {
-    story
-        .origin
-        .as_ref()
-        .map_or_else(|| incoming.message.destination.clone(), |o| o.topic.clone())
+/// Which source a message belongs to. Rungs and dead letters are named after it, so it is told by the place of receipt:
+/// a name from a header would lead to a destination that nobody made.
+#[derive(Debug)]
+pub(super) struct Homes {
+    sources: Vec<String>,
+    /// The first source of each rung; several sources may share one.
+    rungs: HashMap<String, String>,
+}
+
+impl Homes {
+    pub(super) fn new(sources: &[String], ladder: &Ladder, consumer: &str) -> Self {
+        let mut rungs = HashMap::new();
+        for source in sources {
+            for rung in ladder.rungs_of(source, consumer) {
+                rungs
+                    .entry(rung.destination)
+                    .or_insert_with(|| source.clone());
+            }
+        }
+        Self {
+            sources: sources.to_vec(),
+            rungs,
+        }
+    }
+
+    fn is_source(&self, topic: &str) -> bool {
+        self.sources.iter().any(|source| source == topic)
+    }
+
+    fn source_of(&self, story: &Story, coordinates: &Origin) -> String {
+        let told = story.origin.as_ref().map(|origin| &origin.topic);
+        if self.is_source(&coordinates.topic) {
+            &coordinates.topic
+        } else {
+            told.filter(|topic| self.is_source(topic))
+                .or_else(|| self.rungs.get(&coordinates.topic))
+                .unwrap_or(&coordinates.topic)
+        }
+        .clone()
+    }
 }

@@ -62,6 +62,11 @@ impl<T> Schedule<T> {
         }
     }
 
+    /// Whether a delivery could be started.
+    pub(super) fn has_ready(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
     /// Deliveries held and not yet started.
     pub(super) fn len(&self) -> usize {
         self.ready.len() + self.waiting

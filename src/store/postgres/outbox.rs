@@ -79,8 +79,8 @@ fn storable(message: &Message) -> Result<()> {
             return Err(Error::invalid(field, "text without NUL", text));
         }
     }
-    let year = message.occurred_at.to_offset(time::UtcOffset::UTC).year();
-    if !(1..=9998).contains(&year) {
+    let utc = message.occurred_at.checked_to_offset(time::UtcOffset::UTC);
+    if !utc.is_some_and(|utc| (1..=9998).contains(&utc.year())) {
         return Err(Error::invalid(
             "occurred_at",
             "in the years 1 to 9998",
