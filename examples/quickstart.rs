@@ -219,7 +219,7 @@ async fn consume(
         println!(
             "Dead letter: {} of {}, after {} attempts, reason {}: {}.",
             letter.message.event_type,
-            String::from_utf8_lossy(letter.message.key.as_deref().unwrap_or_default()),
+            letter.message.key_str().unwrap_or_default(),
             letter.story.retry_count,
             letter
                 .story
@@ -230,7 +230,7 @@ async fn consume(
         );
         if copies > 1 {
             println!(
-                "It lies there {copies} times: the resent copy failed as well. Both have one id, so a redrive has one effect."
+                "It lies there {copies} times: the resent copy failed as well. Both have one id."
             );
         }
     }
@@ -249,34 +249,27 @@ fn is_read_to_the_end(broker: &MemoryBroker) -> bool {
 }
 
 /// Billing's handler: one booking per message, in the transaction of the inbox.
-async fn book(notebook: &SqlitePool, db: &mut SqliteConnection, incoming: &Incoming) -> Outcome {
-    match try_to_book(notebook, db, incoming).await {
-        Ok(outcome) => outcome,
-        Err(error) => Outcome::Retry(error.into()),
-    }
-}
-
-async fn try_to_book(
+async fn book(
     notebook: &SqlitePool,
     db: &mut SqliteConnection,
     incoming: &Incoming,
 ) -> std::result::Result<Outcome, sqlx::Error> {
     let message = &incoming.message;
-    let order = String::from_utf8_lossy(message.key.as_deref().unwrap_or_default()).into_owned();
+    let order = message.key_str().unwrap_or_default();
     let number: i64 = message
         .headers
         .get_str("number")
         .and_then(|number| number.parse().ok())
         .unwrap_or_default();
     sqlx::query("INSERT INTO attempt (order_id, number) VALUES (?, ?)")
-        .bind(&order)
+        .bind(order)
         .bind(number)
         .execute(notebook)
         .await?;
     sqlx::query("INSERT INTO booking (number, message_id, order_id) VALUES (?, ?, ?)")
         .bind(number)
         .bind(message.id.as_str())
-        .bind(&order)
+        .bind(order)
         .execute(db)
         .await?;
     // Failing after the insert is the harder case: the rollback has something to undo.

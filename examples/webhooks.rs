@@ -180,24 +180,17 @@ async fn consume(world: &World, stop: impl Future<Output = ()> + Send) -> Anyhow
 }
 
 /// Writes one effect per delivery. What fails depends on the delivery's number alone, so every run tells the same story.
-async fn handle(world: &World, db: &mut PgConnection, incoming: &Incoming) -> Outcome {
-    match try_to_handle(world, db, incoming).await {
-        Ok(outcome) => outcome,
-        Err(error) => Outcome::Retry(error.into()),
-    }
-}
-
-async fn try_to_handle(
+async fn handle(
     world: &World,
     db: &mut PgConnection,
     incoming: &Incoming,
 ) -> Result<Outcome, sqlx::Error> {
     let message = &incoming.message;
     let number = message.version.unwrap_or_default();
-    let key = String::from_utf8_lossy(message.key.as_deref().unwrap_or_default()).into_owned();
+    let key = message.key_str().unwrap_or_default();
     // The observer's notebook, through a pool of its own and outside the transaction: failed attempts are seen too.
     sqlx::query(world.sql("INSERT INTO {schema}.attempt (key, number) VALUES ($1, $2)"))
-        .bind(&key)
+        .bind(key)
         .bind(number)
         .execute(&world.notebook)
         .await?;
@@ -206,7 +199,7 @@ async fn try_to_handle(
     ))
     .bind(message.id.as_str())
     .bind(number)
-    .bind(&key)
+    .bind(key)
     .bind(message.payload.as_deref().unwrap_or_default())
     .execute(db)
     .await?;

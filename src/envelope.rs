@@ -115,6 +115,17 @@ pub struct Incoming {
     pub id_missing: bool,
 }
 
+/// A first delivery, for tests of handlers.
+impl From<Message> for Incoming {
+    fn from(message: Message) -> Self {
+        Self {
+            message,
+            story: Story::default(),
+            id_missing: false,
+        }
+    }
+}
+
 impl Received {
     /// Reads the envelope. Never fails: foreign and broken messages come out as plain ones.
     ///

@@ -69,6 +69,8 @@ impl Ladder {
     }
 
     /// Names rungs otherwise. `{topic}`, `{consumer}` and `{delay}` are filled in; `{delay}` must be there.
+    ///
+    /// Without `{consumer}` several consumers share a rung: each reads all copies there and leaves the others' alone.
     #[must_use]
     pub fn with_template(mut self, template: impl Into<String>) -> Self {
         self.template = template.into();

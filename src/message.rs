@@ -3,7 +3,7 @@
 use std::fmt;
 
 use bytes::Bytes;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -152,6 +152,37 @@ impl Message {
         Ok(self
             .with_payload(json)
             .with_content_type("application/json"))
+    }
+
+    /// The payload read as JSON.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] when there is none or it does not read as a `T`: no retry will change that, so a handler
+    /// does well to answer [`Permanent`](crate::consumer::Outcome::Permanent).
+    pub fn json<'a, T: Deserialize<'a>>(&'a self) -> Result<T> {
+        let Some(payload) = &self.payload else {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                "decode",
+                "there is no payload",
+            ));
+        };
+        serde_json::from_slice(payload).map_err(|e| {
+            Error::new(
+                ErrorKind::Corrupt,
+                "decode",
+                "payload is not the JSON expected",
+            )
+            .with_source(e)
+        })
+    }
+
+    /// The key as text; `None` without one, or where it is not UTF-8.
+    #[must_use]
+    pub fn key_str(&self) -> Option<&str> {
+        self.key
+            .as_deref()
+            .and_then(|key| std::str::from_utf8(key).ok())
     }
 
     /// Sets the media type of the payload.
@@ -393,5 +424,11 @@ mod tests {
         let message = good().with_json(&[1, 2]).unwrap();
         assert_eq!(message.payload.as_deref(), Some(b"[1,2]".as_slice()));
         assert_eq!(message.content_type.as_deref(), Some("application/json"));
+        assert_eq!(message.json::<[u8; 2]>().unwrap(), [1, 2]);
+        assert_eq!(
+            message.json::<String>().unwrap_err().kind(),
+            ErrorKind::Corrupt
+        );
+        assert_eq!(message.with_key("k").key_str(), Some("k"));
     }
 }

@@ -78,7 +78,7 @@ pub struct Story {
     pub origin: Option<Origin>,
     /// The consumer that failed it.
     pub consumer: Option<String>,
-    /// Failed attempts so far.
+    /// Failed attempts so far: a message on its second rung has 2.
     pub retry_count: u32,
     /// First failure.
     pub first_failed_at: Option<OffsetDateTime>,
@@ -133,10 +133,11 @@ impl Story {
         self
     }
 
-    /// Only what an operator cannot do without, for a message so large that its story does not fit beside it.
+    /// Only what nobody can do without, for a message so large that its story does not fit beside it.
     #[must_use]
     pub fn shrunk(&self) -> Self {
         Self {
+            consumer: self.consumer.clone(),
             retry_count: self.retry_count,
             reason: self.reason.clone(),
             redrive_count: self.redrive_count,

@@ -49,7 +49,8 @@ impl Default for ConsumerConfig {
 }
 
 impl ConsumerConfig {
-    /// Handlers at a time, of different keys (default 8). Give the pool at least as many connections.
+    /// Handlers at a time, of different keys (default 8). Give the pool at least as many connections. On SQLite it is 1
+    /// whatever is set: a handler holds the only write lock.
     #[must_use]
     pub fn with_concurrency(mut self, handlers: usize) -> Self {
         self.concurrency = handlers;

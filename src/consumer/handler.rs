@@ -19,8 +19,8 @@ pub trait Handler<C>: Send + Sync + 'static {
     ) -> impl Future<Output = Outcome> + Send;
 }
 
-/// A plain async function `f(&state, &mut connection, &incoming)` as a handler. It may return an [`Outcome`] or a
-/// `Result<(), E>` of any error.
+/// A plain async function `f(&state, &mut connection, &incoming)` as a handler. It may return an [`Outcome`], a
+/// `Result<(), E>` or a `Result<Outcome, E>` of any `std::error::Error`.
 ///
 /// ```
 /// use relaybox::consumer::{Outcome, handler_fn};

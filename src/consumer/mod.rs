@@ -160,10 +160,12 @@ impl<S: InboxStore> Consumer<S> {
         let (stop, stopped) = watch::channel(false);
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
+        let mut config = self.config;
+        config.concurrency = config.concurrency.min(self.store.concurrency_max());
         let processor = Arc::new(Processor {
             homes: Homes::new(&self.sources, &self.ladder, &self.name),
             name: self.name,
-            config: self.config,
+            config,
             ladder: self.ladder,
             dead_letters: self.dead_letters,
             publisher: self.publisher,

@@ -30,7 +30,18 @@ impl<E: Into<Failure>> From<Result<(), E>> for Outcome {
     }
 }
 
-/// Why a handler failed. Made from any error, so `?` works in a handler.
+/// The handler's own word, or [`Outcome::Retry`] for an error: so that a handler can use `?` and still say
+/// [`Permanent`](Outcome::Permanent).
+impl<E: Into<Failure>> From<Result<Outcome, E>> for Outcome {
+    fn from(result: Result<Outcome, E>) -> Self {
+        result.unwrap_or_else(|error| Self::Retry(error.into()))
+    }
+}
+
+/// Why a handler failed. Made from any `std::error::Error`, so `?` works in a handler.
+///
+/// An error type that wraps the database driver's error should return it as its `source`: a deadlock that is found
+/// there is run again without counting as an attempt.
 pub struct Failure {
     class: &'static str,
     text: String,
@@ -44,6 +55,16 @@ impl Failure {
             class: "handler",
             text: text.into(),
             source: None,
+        }
+    }
+
+    /// A failure of a boxed error, for error types that are no `std::error::Error` themselves.
+    pub fn of(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        let source = error.into();
+        Self {
+            class: "handler",
+            text: with_sources(&*source),
+            source: Some(source),
         }
     }
 
@@ -96,21 +117,21 @@ impl fmt::Debug for Failure {
 /// The text is the error's and those of its sources, joined by `: `.
 impl<E: StdError + Send + Sync + 'static> From<E> for Failure {
     fn from(error: E) -> Self {
-        let mut text = error.to_string();
-        let mut next = error.source();
-        while let Some(cause) = next {
-            let cause_text = cause.to_string();
-            // Many errors print their source themselves.
-            if !text.contains(&cause_text) {
-                text.push_str(": ");
-                text.push_str(&cause_text);
-            }
-            next = cause.source();
-        }
-        Self {
-            class: "handler",
-            text,
-            source: Some(Box::new(error)),
-        }
+        Self::of(error)
     }
+}
+
+fn with_sources(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        // Many errors print their source themselves.
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        next = cause.source();
+    }
+    text
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, watch};
-use tracing::{debug, error, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::{Delivery, Publisher, Receipt, Settlement};
@@ -72,29 +72,17 @@ where
         mut stop: watch::Receiver<bool>,
     ) {
         let Delivery {
-            mut incoming,
+            incoming,
             coordinates,
             receipt,
             ..
         } = delivery;
-        let at_source = self.homes.is_source(&coordinates.topic);
-        if at_source && incoming.story.consumer.as_deref() != Some(&*self.name) {
-            // What another consumer failed at, or a sender made up, is no attempt of ours.
-            incoming.story = Story {
-                redrive_count: incoming.story.redrive_count,
-                ..Story::default()
-            };
-        }
-        let topic = self.homes.source_of(&incoming.story, &coordinates);
-        let origin = if at_source {
-            coordinates
-        } else {
-            // A copy that had no room to say where it came from.
-            Origin {
-                topic: topic.clone(),
-                partition: None,
-                offset: None,
-            }
+        let Some((incoming, topic, origin)) = self.locate(incoming, coordinates) else {
+            debug!(
+                consumer = self.name,
+                "copy on a shared rung belongs to another consumer"
+            );
+            return self.settle(receipt, Settlement::Acknowledge).await;
         };
         if incoming.id_missing && self.config.missing_id == MissingId::DeadLetter {
             let failure = Failure::new("the message has no usable x-message-id");
@@ -159,6 +147,33 @@ where
         }
     }
 
+    /// Whose and from where a message is: its story as far as it is ours, its source, and its origin. `None` for a copy
+    /// of another consumer on a rung that several share.
+    fn locate(&self, mut incoming: Incoming, place: Origin) -> Option<(Incoming, String, Origin)> {
+        let ours = incoming.story.consumer.as_deref() == Some(&*self.name);
+        let topic = self.homes.source_of(&incoming.story, &place);
+        if !self.homes.is_source(&place.topic) {
+            if !ours && incoming.story.consumer.is_some() {
+                return None;
+            }
+            // For a copy that had no room to say where it came from.
+            let origin = Origin {
+                topic: topic.clone(),
+                partition: None,
+                offset: None,
+            };
+            return Some((incoming, topic, origin));
+        }
+        if !ours {
+            // What another consumer failed at, or a sender made up, is no attempt of ours.
+            incoming.story = Story {
+                redrive_count: incoming.story.redrive_count,
+                ..Story::default()
+            };
+        }
+        Some((incoming, topic, place))
+    }
+
     /// The story with this failure in it.
     fn told(&self, incoming: &Incoming, origin: &Origin, failure: &Failure) -> Story {
         incoming.story.failed(
@@ -189,7 +204,10 @@ where
         };
         while receipt.is_current() {
             match self.take(&step, topic, &incoming).await {
-                Ok(()) => return self.acknowledge(receipt, count).await,
+                Ok(()) => {
+                    self.tell(&step, &incoming);
+                    return self.acknowledge(receipt, count).await;
+                }
                 Err(error) => error!(
                     consumer = self.name, id = %incoming.message.id, %error,
                     "copy of a failed message is not confirmed; the message stays and is tried again"
@@ -200,6 +218,23 @@ where
             if self.wait(patient.next_delay(), stop).await {
                 return;
             }
+        }
+    }
+
+    /// Failures are never silent: what an operator sees without metrics.
+    fn tell(&self, step: &Step, incoming: &Incoming) {
+        let message = &incoming.message;
+        let (Step::Climb { story, .. } | Step::Bury { story }) = step;
+        let error = story.last_error.as_deref().unwrap_or_default();
+        match step {
+            Step::Climb { destination, .. } => info!(
+                consumer = self.name, id = %message.id, event_type = message.event_type, attempt = story.retry_count,
+                rung = destination, error, "attempt failed; the message waits"
+            ),
+            Step::Bury { .. } => warn!(
+                consumer = self.name, id = %message.id, event_type = message.event_type, attempts = story.retry_count,
+                reason = story.reason.as_ref().map(Reason::as_str), error, "message is a dead letter"
+            ),
         }
     }
 

@@ -38,6 +38,15 @@ pub(super) struct Destinations {
     seed: u64,
 }
 
+/// What a failure of a destination is news of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trouble {
+    New,
+    Known,
+    /// As many are in trouble as are remembered: it is rather the broker's.
+    TooMany,
+}
+
 #[derive(Debug)]
 struct Closed {
     until: Instant,
@@ -53,10 +62,11 @@ impl Destinations {
         }
     }
 
-    /// The destination failed: leave it alone, longer each time. `false` when too many are in trouble already.
-    pub(super) fn failed(&mut self, destination: &str, now: Instant) -> bool {
-        if !self.closed.contains_key(destination) && self.closed.len() >= CLOSED_MAX {
-            return false;
+    /// The destination failed: leave it alone, longer each time.
+    pub(super) fn failed(&mut self, destination: &str, now: Instant) -> Trouble {
+        let new = !self.closed.contains_key(destination);
+        if new && self.closed.len() >= CLOSED_MAX {
+            return Trouble::TooMany;
         }
         self.seed = self.seed.wrapping_add(1);
         let closed = self
@@ -70,12 +80,12 @@ impl Destinations {
         if closed.until <= now {
             closed.until = now + closed.delays.next_delay();
         }
-        true
+        if new { Trouble::New } else { Trouble::Known }
     }
 
-    /// The destination took a message: its pauses start again.
-    pub(super) fn confirmed(&mut self, destination: &str) {
-        self.closed.remove(destination);
+    /// The destination took a message: its pauses start again. Whether it was in trouble.
+    pub(super) fn confirmed(&mut self, destination: &str) -> bool {
+        self.closed.remove(destination).is_some()
     }
 
     /// Those to pass over now.
@@ -110,14 +120,15 @@ mod tests {
         let mut destinations = Destinations::new(policy);
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
-        assert!(destinations.failed("a", start));
-        assert!(destinations.failed("a", start));
+        assert_eq!(destinations.failed("a", start), Trouble::New);
+        assert_eq!(destinations.failed("a", start), Trouble::Known);
         assert_eq!(destinations.closed(start), ["a"]);
         assert!(destinations.closed(after(1)).is_empty());
         destinations.failed("a", after(1));
         assert_eq!(destinations.closed(after(2)), ["a"]);
         assert!(destinations.closed(after(3)).is_empty());
-        destinations.confirmed("a");
+        assert!(destinations.confirmed("a"));
+        assert!(!destinations.confirmed("a"));
         destinations.failed("a", after(3));
         assert!(destinations.closed(after(4)).is_empty());
     }
@@ -127,9 +138,9 @@ mod tests {
         let mut destinations = Destinations::new(DelayPolicy::fixed(Duration::from_secs(1)));
         let now = Instant::now();
         for n in 0..CLOSED_MAX {
-            assert!(destinations.failed(&n.to_string(), now));
+            assert_eq!(destinations.failed(&n.to_string(), now), Trouble::New);
         }
-        assert!(!destinations.failed("one more", now));
-        assert!(destinations.failed("0", now));
+        assert_eq!(destinations.failed("one more", now), Trouble::TooMany);
+        assert_eq!(destinations.failed("0", now), Trouble::Known);
     }
 }

@@ -1,10 +1,12 @@
 //! What a relay is suffering from, as data for health checks.
 
+use std::collections::BTreeMap;
+
 use tokio::sync::watch;
 
 use crate::error::Error;
 
-/// State of a relay. Healthy when both are `None`.
+/// State of a relay. Healthy when nothing is down.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RelayStatus {
@@ -12,6 +14,8 @@ pub struct RelayStatus {
     pub broker_down: Option<String>,
     /// Why the database does not answer at the moment.
     pub database_down: Option<String>,
+    /// Destinations that take nothing at the moment, and why: their messages wait. At most 256 per worker.
+    pub destinations_down: BTreeMap<String, String>,
 }
 
 /// Where keeper and workers write the state.
@@ -33,6 +37,18 @@ impl StatusBoard {
 
     pub(super) fn database(&self, trouble: Option<&Error>) {
         self.set(trouble, |status| &mut status.database_down);
+    }
+
+    pub(super) fn destination(&self, name: &str, trouble: Option<&Error>) {
+        self.0.send_if_modified(|status| match trouble {
+            Some(error) => {
+                let known = status
+                    .destinations_down
+                    .insert(name.to_owned(), error.to_string());
+                known.is_none()
+            }
+            None => status.destinations_down.remove(name).is_some(),
+        });
     }
 
     fn set(

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use crate::backoff::Delays;
 use crate::broker::{FailureScope, PublishOutcome, Publisher, RejectionScope};
@@ -14,7 +14,7 @@ use crate::story::{ERROR_BYTES_MAX, Reason};
 
 use super::config::{LEASE_MARGIN, RelayConfig};
 use super::leases::Held;
-use super::pace::{Destinations, IdlePoll};
+use super::pace::{Destinations, IdlePoll, Trouble};
 use super::publish::{Published, publish};
 use super::status::StatusBoard;
 
@@ -147,7 +147,10 @@ impl Worker {
         {
             match outcome {
                 PublishOutcome::Confirmed => {
-                    destinations.confirmed(&destination);
+                    if destinations.confirmed(&destination) {
+                        info!(destination, "destination takes messages again");
+                        self.status.destination(&destination, None);
+                    }
                     verdicts.push((lane, position, Verdict::Confirmed));
                 }
                 PublishOutcome::Rejected {
@@ -162,12 +165,16 @@ impl Worker {
                     scope: FailureScope::Destination,
                     error,
                     ..
-                } => {
-                    debug!(lane, position, destination, %error, "destination in trouble");
-                    if !destinations.failed(&destination, now) {
+                } => match destinations.failed(&destination, now) {
+                    Trouble::New => {
+                        warn!(destination, %error, "destination in trouble; its messages wait");
+                        self.status.destination(&destination, Some(&error));
+                    }
+                    Trouble::Known => debug!(destination, %error, "destination still in trouble"),
+                    Trouble::TooMany => {
                         broker.get_or_insert(error);
                     }
-                }
+                },
                 PublishOutcome::Failed { error, .. } => {
                     broker.get_or_insert(error);
                 }

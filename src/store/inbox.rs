@@ -28,6 +28,11 @@ pub trait InboxStore: Send + Sync + 'static {
     /// Name of the product, for logs and errors.
     fn name(&self) -> &'static str;
 
+    /// How many transactions with an inbox in them can be open at a time (default: as many as there are connections).
+    fn concurrency_max(&self) -> usize {
+        usize::MAX
+    }
+
     /// Checks that the tables exist; errors as [`OutboxStore::check`](super::OutboxStore::check).
     fn check(&self) -> impl Future<Output = Result<()>> + Send;
 

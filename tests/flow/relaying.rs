@@ -10,7 +10,7 @@ use relaybox::store::sqlite::SqliteStore;
 use relaybox::testing::{Fault, FaultyPublisher, Signal, eventually};
 use relaybox::{ErrorKind, Message};
 
-use super::support::{Altered, DEADLINE, House, brisk, numbered};
+use super::support::{Altered, DEADLINE, House, Running, brisk, numbered};
 
 #[tokio::test]
 async fn a_rolled_back_message_never_leaves_and_a_later_one_does() {
@@ -111,7 +111,7 @@ async fn an_outage_burns_nothing_and_the_backlog_keeps_its_order() {
     house.enqueue(&messages[..5]).await;
     let relay = Relay::new(house.store.clone(), house.broker.clone()).with_config(brisk());
     let status = relay.status();
-    let relay = super::support::Running::start(|stop| relay.run_until(stop));
+    let relay = Running::start(|stop| relay.run_until(stop));
     eventually(
         DEADLINE,
         "the relay says that the broker is down",
@@ -152,14 +152,19 @@ async fn a_missing_destination_waits_while_others_flow() {
         .collect();
     house.enqueue(&lost).await;
     house.enqueue(&numbered("k", "m", 5)).await;
-    let relay = house.relay(house.broker.clone(), brisk().with_batch_rows_max(16));
+    let relay = Relay::new(house.store.clone(), house.broker.clone())
+        .with_config(brisk().with_batch_rows_max(16));
+    let status = relay.status();
+    let relay = Running::start(|stop| relay.run_until(stop));
     eventually(DEADLINE, "the good ones are out", || async {
         house.ids("orders").len() == 5
     })
     .await;
     assert_eq!(house.pending().await, 30);
+    assert!(status.borrow().destinations_down.contains_key("missing"));
     house.broker.create_topic("missing", 1).unwrap();
     house.drained().await;
+    assert!(status.borrow().destinations_down.is_empty());
     relay.stop().await.unwrap();
     assert_eq!(house.broker.log("missing").len(), 30);
     assert_eq!(house.store.aside(10).await.unwrap(), 0);

@@ -81,7 +81,10 @@ async fn failures_of_another_consumer_neither_count_nor_name_where_ours_go() {
     .await;
     consumer.stop().await.unwrap();
     let story = &house.dead("billing")[0].story;
-    assert_eq!((story.retry_count, story.consumer.as_deref()), (3, Some("billing")));
+    assert_eq!(
+        (story.retry_count, story.consumer.as_deref()),
+        (3, Some("billing"))
+    );
     assert_eq!(story.origin.as_ref().unwrap().topic, "orders");
     assert!(story.first_failed_at.unwrap() > at);
 }
@@ -202,9 +205,15 @@ async fn rungs_and_tables_that_are_not_there_are_found_at_start() {
     let elsewhere = MemoryBroker::new();
     elsewhere.create_topic("orders.billing.DLQ", 1).unwrap();
     let consumer = house.consumer("billing").with_publisher(elsewhere);
-    let error = run(consumer, handler_fn((), picky)).ended().await.unwrap_err();
+    let error = run(consumer, handler_fn((), picky))
+        .ended()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
-    assert!(error.to_string().contains("orders.billing.retry.50ms"), "{error}");
+    assert!(
+        error.to_string().contains("orders.billing.retry.50ms"),
+        "{error}"
+    );
 
     sqlx::raw_sql("DROP TABLE relaybox_dead_letter")
         .execute(house.store.pool())
@@ -213,6 +222,45 @@ async fn rungs_and_tables_that_are_not_there_are_found_at_start() {
     let consumer = house
         .consumer("billing")
         .with_dead_letters(DeadLetters::table(house.store.clone()));
-    let error = run(consumer, handler_fn((), picky)).ended().await.unwrap_err();
+    let error = run(consumer, handler_fn((), picky))
+        .ended()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
+}
+
+#[tokio::test]
+async fn consumers_that_share_a_rung_leave_each_others_copies_alone() {
+    let house = House::new().await;
+    house.publish(&numbered("k", "m", 1)).await;
+    async fn fail(calls: &Shared<&'static str>, _: &mut SqliteConnection, _: &Incoming) -> Outcome {
+        calls.lock().unwrap().push("called");
+        Outcome::Retry(Failure::new("never"))
+    }
+    let calls = Shared::default();
+    let shared = || {
+        let ladder = Ladder::rungs([30, 60].map(Duration::from_millis));
+        ladder.with_template("{topic}.retry.{delay}")
+    };
+    let consumers = ["billing", "mail"].map(|name| {
+        let consumer = house.consumer(name).with_ladder(shared());
+        run(consumer, handler_fn(calls.clone(), fail))
+    });
+    eventually(DEADLINE, "both gave up", || async {
+        house.dead("billing").len() + house.dead("mail").len() >= 2
+    })
+    .await;
+    for name in ["billing", "mail"] {
+        for topic in ["orders", "orders.retry.30ms", "orders.retry.60ms"] {
+            house.consumed(name, topic).await;
+        }
+    }
+    for consumer in consumers {
+        consumer.stop().await.unwrap();
+    }
+    assert_eq!(calls.lock().unwrap().len(), 6, "three attempts each");
+    assert_eq!(
+        (house.dead("billing").len(), house.dead("mail").len()),
+        (1, 1)
+    );
 }

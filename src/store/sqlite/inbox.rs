@@ -18,6 +18,11 @@ impl InboxStore for SqliteStore {
         "sqlite"
     }
 
+    /// One: a transaction of ours holds SQLite's only write lock from its first statement to its last.
+    fn concurrency_max(&self) -> usize {
+        1
+    }
+
     async fn check(&self) -> Result<()> {
         sqlx::query(self.sql.check_inbox.clone())
             .execute(&self.pool)
