@@ -81,7 +81,10 @@ async fn failures_of_another_consumer_neither_count_nor_name_where_ours_go() {
     .await;
     consumer.stop().await.unwrap();
     let story = &house.dead("billing")[0].story;
-    assert_eq!((story.retry_count, story.consumer.as_deref()), (3, Some("billing")));
+    assert_eq!(
+        (story.retry_count, story.consumer.as_deref()),
+        (3, Some("billing"))
+    );
     assert_eq!(story.origin.as_ref().unwrap().topic, "orders");
     assert!(story.first_failed_at.unwrap() > at);
 }
@@ -202,9 +205,15 @@ async fn rungs_and_tables_that_are_not_there_are_found_at_start() {
     let elsewhere = MemoryBroker::new();
     elsewhere.create_topic("orders.billing.DLQ", 1).unwrap();
     let consumer = house.consumer("billing").with_publisher(elsewhere);
-    let error = run(consumer, handler_fn((), picky)).ended().await.unwrap_err();
+    let error = run(consumer, handler_fn((), picky))
+        .ended()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
-    assert!(error.to_string().contains("orders.billing.retry.50ms"), "{error}");
+    assert!(
+        error.to_string().contains("orders.billing.retry.50ms"),
+        "{error}"
+    );
 
     sqlx::raw_sql("DROP TABLE relaybox_dead_letter")
         .execute(house.store.pool())
@@ -213,6 +222,9 @@ async fn rungs_and_tables_that_are_not_there_are_found_at_start() {
     let consumer = house
         .consumer("billing")
         .with_dead_letters(DeadLetters::table(house.store.clone()));
-    let error = run(consumer, handler_fn((), picky)).ended().await.unwrap_err();
+    let error = run(consumer, handler_fn((), picky))
+        .ended()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
 }
