@@ -71,7 +71,7 @@ CREATE TABLE relaybox_inbox (
 );
 
 -- Without a name, because an index lives in the schema of its table and may not name it.
-CREATE INDEX ON relaybox_inbox (recorded_at);
+CREATE INDEX ON relaybox_inbox (consumer, recorded_at);
 
 CREATE TABLE relaybox_dead_letter (
     position         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

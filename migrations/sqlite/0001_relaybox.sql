@@ -55,7 +55,7 @@ CREATE TABLE relaybox_inbox (
     recorded_at INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
     PRIMARY KEY (consumer, message_id),
     -- Only for its index: CREATE INDEX cannot follow a schema prefix.
-    UNIQUE (recorded_at, consumer, message_id)
+    UNIQUE (consumer, recorded_at, message_id)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE relaybox_dead_letter (

@@ -349,7 +349,11 @@ async fn clean_up<S: InboxStore, H>(processor: &Processor<S, H>) {
     loop {
         let deleted = processor
             .store
-            .clean_up(processor.config.inbox_retention, CLEAN_UP_ROWS_MAX)
+            .clean_up(
+                &processor.name,
+                processor.config.inbox_retention,
+                CLEAN_UP_ROWS_MAX,
+            )
             .await;
         match deleted {
             Ok(rows) if rows >= CLEAN_UP_ROWS_MAX as u64 => continue,

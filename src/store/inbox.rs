@@ -71,6 +71,12 @@ pub trait InboxStore: Send + Sync + 'static {
     /// there is none. Decided by code, never by text.
     fn kind_of(&self, error: &(dyn StdError + 'static)) -> Option<ErrorKind>;
 
-    /// Deletes up to `rows_max` records older than `age`, in a transaction of its own, and returns how many.
-    fn clean_up(&self, age: Duration, rows_max: usize) -> impl Future<Output = Result<u64>> + Send;
+    /// Deletes up to `rows_max` of the consumer's records older than `age`, in a transaction of its own, and returns how
+    /// many. Other consumers may have to remember theirs longer.
+    fn clean_up(
+        &self,
+        consumer: &str,
+        age: Duration,
+        rows_max: usize,
+    ) -> impl Future<Output = Result<u64>> + Send;
 }

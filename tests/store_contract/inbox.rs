@@ -164,12 +164,22 @@ pub async fn clean_up_deletes_old_records_in_bounded_steps<H: Harness>() {
         let id = MessageId::new(n.to_string());
         store.record(&mut transaction, "c", &id).await.unwrap();
     }
+    // Another one on the same table may have to remember longer.
+    let other = MessageId::new("0");
+    store.record(&mut transaction, "d", &other).await.unwrap();
     store.commit(transaction).await.unwrap();
-    assert_eq!(store.clean_up(MINUTE, 10).await.unwrap(), 0);
+    assert_eq!(store.clean_up("c", MINUTE, 10).await.unwrap(), 0);
     for deleted in [10, 10, 5, 0] {
-        assert_eq!(store.clean_up(Duration::ZERO, 10).await.unwrap(), deleted);
+        assert_eq!(
+            store.clean_up("c", Duration::ZERO, 10).await.unwrap(),
+            deleted
+        );
     }
-    assert_eq!(store.clean_up(Duration::MAX, 10).await.unwrap(), 0);
+    assert_eq!(store.clean_up("d", Duration::MAX, 10).await.unwrap(), 0);
+    let mut transaction = store.begin().await.unwrap();
+    let found = store.record(&mut transaction, "d", &other).await.unwrap();
+    assert_eq!(found, Recorded::Duplicate);
+    store.rollback(transaction).await.unwrap();
 }
 
 // Dead letters

@@ -176,7 +176,8 @@ impl Sql {
             clean_up: safe(format!(
                 "DELETE FROM {t}inbox WHERE ctid = ANY (ARRAY( \
                     SELECT ctid FROM {t}inbox \
-                    WHERE recorded_at < clock_timestamp() - $1::bigint * interval '1 microsecond' \
+                    WHERE consumer = $3 \
+                        AND recorded_at < clock_timestamp() - $1::bigint * interval '1 microsecond' \
                     ORDER BY recorded_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
             )),
             put: safe(format!(

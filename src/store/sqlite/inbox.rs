@@ -74,10 +74,11 @@ impl InboxStore for SqliteStore {
         error::kind_of(error)
     }
 
-    async fn clean_up(&self, age: Duration, rows_max: usize) -> Result<u64> {
+    async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
         let deleted = sqlx::query(self.sql.clean_up.clone())
             .bind(micros(age))
             .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+            .bind(consumer)
             .execute(&self.pool)
             .await
             .map_err(self.pool_error("clean up inbox"))?;

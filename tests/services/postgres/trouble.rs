@@ -256,7 +256,7 @@ async fn the_documented_rights_are_enough() {
     let id = MessageId::new("m-1");
     consumer.record(&mut transaction, "c", &id).await.unwrap();
     consumer.commit(transaction).await.unwrap();
-    assert_eq!(consumer.clean_up(Duration::ZERO, 10).await.unwrap(), 1);
+    assert_eq!(consumer.clean_up("c", Duration::ZERO, 10).await.unwrap(), 1);
     let letter = relaybox::envelope::Outgoing::from(keyed("k", "1"));
     consumer.put(&letter).await.unwrap();
     let position = consumer.list("", 0, 1).await.unwrap()[0].position;
