@@ -161,7 +161,10 @@ async fn a_missing_destination_waits_while_others_flow() {
     })
     .await;
     assert_eq!(house.pending().await, 30);
-    assert!(status.borrow().destinations_down.contains_key("missing"));
+    eventually(DEADLINE, "the missing one is told of", || async {
+        status.borrow().destinations_down.contains_key("missing")
+    })
+    .await;
     house.broker.create_topic("missing", 1).unwrap();
     house.drained().await;
     assert!(status.borrow().destinations_down.is_empty());
