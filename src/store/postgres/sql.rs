@@ -37,6 +37,9 @@ pub(super) const SCHEMA_IS_MISSING: &str = "SELECT to_regnamespace($1) IS NULL";
 
 pub(super) struct Sql {
     pub insert: SqlStr,
+    pub heartbeat: SqlStr,
+    pub standing: SqlStr,
+    pub leave: SqlStr,
     pub lease: SqlStr,
     pub renew: SqlStr,
     pub release: SqlStr,
@@ -67,6 +70,27 @@ impl Sql {
                     WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
                  ORDER BY place"
             )),
+            // `gone` reads `beat`, and so comes after it: two that found each other's registration ended, and locked
+            // that before their own, would wait for each other. The count sees the state before this statement.
+            heartbeat: safe(format!(
+                "WITH beat AS ( \
+                    INSERT INTO {t}relay (id, name, expires_at) \
+                    VALUES ($1, $2, clock_timestamp() + $3::bigint * interval '1 microsecond') \
+                    ON CONFLICT (id) DO UPDATE SET expires_at = excluded.expires_at \
+                    RETURNING id), \
+                 gone AS ( \
+                    DELETE FROM {t}relay WHERE ctid = ANY (ARRAY( \
+                        SELECT ctid FROM {t}relay \
+                        WHERE expires_at <= clock_timestamp() AND id <> (SELECT id FROM beat) \
+                        LIMIT $4 FOR UPDATE SKIP LOCKED))) \
+                 SELECT count(*) + 1, count(*) FILTER (WHERE id < $1) \
+                 FROM {t}relay WHERE id <> $1 AND expires_at > clock_timestamp()"
+            )),
+            standing: safe(format!(
+                "SELECT count(*) + 1, count(*) FILTER (WHERE id < $1) \
+                 FROM {t}relay WHERE id <> $1 AND expires_at > clock_timestamp()"
+            )),
+            leave: safe(format!("DELETE FROM {t}relay WHERE id = $1")),
             // MATERIALIZED: planned as the inner side of a join, the sub-select could lock more than its LIMIT.
             lease: safe(format!(
                 "WITH free AS MATERIALIZED ( \
@@ -158,7 +182,8 @@ impl Sql {
                  LEFT JOIN pg_attribute p ON p.attrelid = c.oid AND p.attname = 'position' \
                  LEFT JOIN pg_sequence s \
                     ON s.seqrelid = pg_get_serial_sequence('{t}outbox', 'position')::regclass \
-                 WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL"
+                 WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL \
+                    AND '{t}relay'::regclass IS NOT NULL"
             )),
             check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
             // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that
