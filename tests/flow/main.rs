@@ -10,4 +10,5 @@
 mod consuming;
 mod failing;
 mod relaying;
+mod sharing;
 mod support;
