@@ -39,7 +39,8 @@ const GIVE_BACK_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Moves messages from an outbox to a publisher until stopped.
 ///
-/// Any number of relays may run over one outbox, in one process or many.
+/// Any number of relays may run over one outbox, in one process or many. They share its 16 lanes evenly; beyond 16 they
+/// wait for their turn.
 pub struct Relay {
     store: Arc<dyn OutboxStore>,
     publisher: Arc<dyn Publisher>,
@@ -72,7 +73,7 @@ impl Relay {
     }
 
     /// Runs until `shutdown` completes, then stops taking rows, waits for the confirms of what is on its way (at most
-    /// the shutdown deadline), settles them and gives its lanes back. The publisher stays open: close it afterwards.
+    /// the shutdown deadline), settles them and gives its lanes back to the others. The publisher stays open: close it afterwards.
     ///
     /// Outages of the database or broker after the start do not end it: it backs off and goes on.
     ///

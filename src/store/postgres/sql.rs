@@ -245,3 +245,50 @@ pub(super) fn migrator(prefix: &Prefix) -> Migrator {
     migrator.set_ignore_missing(true);
     migrator
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process whose clock is wrong must neither take a live lease nor keep a dead one: statements that judge or set
+    /// an expiry take durations, and the instant is the database's at that moment, not at the start of a transaction.
+    #[test]
+    fn no_statement_about_leases_or_relays_takes_an_instant_from_the_client() {
+        let sql = Sql::new(&Prefix::default());
+        for text in [
+            &sql.heartbeat,
+            &sql.standing,
+            &sql.leave,
+            &sql.lease,
+            &sql.renew,
+            &sql.release,
+            &sql.fetch,
+            &sql.settle,
+        ] {
+            let text = text.as_str();
+            for instant in ["timestamptz", "now()", "current_", "epoch"] {
+                assert!(!text.contains(instant), "{instant}: {text}");
+            }
+            let judged = text.split("expires_at").skip(1);
+            for judged in judged.filter(|rest| rest.contains(['<', '>', '='])) {
+                let judged = judged.trim_start();
+                assert!(
+                    [
+                        "<= clock_timestamp()",
+                        "> clock_timestamp()",
+                        "= clock_timestamp() + $3::bigint * interval '1 microsecond'",
+                        "= '1970-01-01 00:00:00+00'",
+                        "= excluded.",
+                        // A column's name in a list
+                        ", lane LIMIT",
+                        ") VALUES ($1, $2, clock_timestamp() + $3::bigint * interval '1 microsecond')",
+                        "RETURNING",
+                    ]
+                    .iter()
+                    .any(|known| judged.starts_with(known)),
+                    "{judged}"
+                );
+            }
+        }
+    }
+}
