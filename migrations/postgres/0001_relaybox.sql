@@ -60,6 +60,16 @@ CREATE TABLE relaybox_outbox_lane (
 
 INSERT INTO relaybox_outbox_lane (lane) SELECT generate_series(0, 15);
 
+CREATE TABLE relaybox_relay (
+    id         text        COLLATE "C" PRIMARY KEY,
+    name       text        NOT NULL,
+    expires_at timestamptz NOT NULL
+) WITH (
+    fillfactor = 50,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 200
+);
+
 CREATE TABLE relaybox_inbox (
     consumer    text        NOT NULL,
     message_id  text        NOT NULL,

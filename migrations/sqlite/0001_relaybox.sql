@@ -49,6 +49,12 @@ CREATE TABLE relaybox_outbox_lane (
 INSERT INTO relaybox_outbox_lane (lane)
 VALUES (0), (1), (2), (3), (4), (5), (6), (7), (8), (9), (10), (11), (12), (13), (14), (15);
 
+CREATE TABLE relaybox_relay (
+    id         TEXT    PRIMARY KEY NOT NULL,
+    name       TEXT    NOT NULL,
+    expires_at INTEGER NOT NULL
+) STRICT;
+
 CREATE TABLE relaybox_inbox (
     consumer    TEXT    NOT NULL,
     message_id  TEXT    NOT NULL,

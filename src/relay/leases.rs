@@ -1,67 +1,23 @@
-//! Leases: taking lanes, keeping them while we work, and giving them back.
+//! Leases: taking a fair share of the lanes, keeping them while we work, and giving them back.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::error::Result;
-use crate::lane::{LANES, Lane};
-use crate::store::{Lease, OutboxStore};
+use crate::store::{OutboxStore, Standing};
 
+use super::held::Held;
+use super::share::decide;
 use super::status::StatusBoard;
 
-/// The lanes a relay holds, shared by its keeper and its workers.
-#[derive(Debug, Default)]
-pub(super) struct Held {
-    lanes: Mutex<BTreeMap<Lane, (Lease, Instant)>>,
-    /// Woken when lanes were gained.
-    pub(super) gained: Notify,
-}
-
-impl Held {
-    /// Leases of `worker` out of `workers` that are certain to last `needed` longer.
-    ///
-    /// Judged by this process's monotonic clock from before the request was sent, so never later than the database's
-    /// own expiry: a process that was stopped for a while finds none.
-    pub(super) fn of_worker(&self, worker: usize, workers: usize, needed: Duration) -> Vec<Lease> {
-        let now = Instant::now();
-        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes
-            .values()
-            .filter(|(lease, until)| {
-                let lane = usize::try_from(lease.lane).unwrap_or(0);
-                lane % workers == worker && *until > now + needed
-            })
-            .map(|(lease, _)| *lease)
-            .collect()
-    }
-
-    fn all(&self) -> Vec<Lease> {
-        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.values().map(|(lease, _)| *lease).collect()
-    }
-
-    /// Replaces what is held by `leases`, good until `until`.
-    fn replace(&self, leases: Vec<Lease>, until: Instant) {
-        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        *lanes = leases
-            .into_iter()
-            .map(|lease| (lease.lane, (lease, until)))
-            .collect();
-    }
-
-    fn add(&self, leases: &[Lease], until: Instant) {
-        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.extend(leases.iter().map(|lease| (lease.lane, (*lease, until))));
-    }
-}
-
-/// Renews and takes leases until told to stop, then gives all back.
+/// Renews and takes leases until told to stop, and gives up what is above this relay's share.
 pub(super) struct Keeper {
     pub(super) store: Arc<dyn OutboxStore>,
+    /// Of this run: a relay that comes back under the same name is another one.
+    pub(super) id: String,
     pub(super) name: String,
     pub(super) duration: Duration,
     pub(super) held: Arc<Held>,
@@ -72,26 +28,75 @@ impl Keeper {
     /// Runs beside the workers, so that a long publish never costs a lease.
     pub(super) async fn run(self, mut stop: watch::Receiver<bool>) {
         // Renewed after a third of the lease and looked at six times in it, so at least half is left at any time.
-        // A relay without lanes looks at least every second for some that fell free.
-        let pause = (self.duration / 6).min(Duration::from_secs(1));
-        let mut renewed = Instant::now();
+        // At least every second, for relays that came or went.
+        let pause_max = (self.duration / 6).min(Duration::from_secs(1));
+        let mut beat = None;
         loop {
-            let round = self.round(&mut renewed).await;
+            let round = self.round(&mut beat).await;
             self.status.database(round.as_ref().err());
-            if let Err(error) = round {
-                warn!(relay = self.name, %error, "leases could not be renewed");
-            }
+            let short = match round {
+                Ok(short) => short,
+                Err(error) => {
+                    warn!(relay = self.name, %error, "leases could not be kept");
+                    false
+                }
+            };
+            // Lanes are on their way to a relay that is short of some: while they are nobody's, nothing moves on them.
+            let pause = if short { pause_max / 5 } else { pause_max };
             tokio::select! {
-                () = tokio::time::sleep(pause) => {}
+                () = tokio::time::sleep(pause.mul_f64(0.8 + 0.2 * fastrand::f64())) => {}
+                () = self.held.at_rest.notified() => {}
                 _ = stop.wait_for(|stop| *stop) => return,
             }
         }
     }
 
-    async fn round(&self, renewed: &mut Instant) -> Result<()> {
+    /// Whether this relay found fewer free lanes than its share allows.
+    async fn round(&self, beat: &mut Option<Instant>) -> Result<bool> {
+        let standing = self.stand(beat).await?;
+        let (working, leaving) = self.held.counts();
+        let decision = decide(standing, working, leaving);
+        self.held.give_up(decision.give);
+        // First the worker's batch is settled, then the lane is released: the next holder finds nothing on its way.
+        let drained = self.held.drained();
+        if !drained.is_empty() {
+            self.store.release(&drained).await?;
+            self.held.remove(&drained);
+            info!(
+                relay = self.name,
+                lanes = drained.len(),
+                relays = standing.live,
+                "lanes handed over"
+            );
+        }
+        if decision.take == 0 {
+            return Ok(false);
+        }
+        let asked = Instant::now();
+        let gained = self
+            .store
+            .lease(&self.name, decision.take, self.duration)
+            .await?;
+        if !gained.is_empty() {
+            info!(
+                relay = self.name,
+                lanes = gained.len(),
+                relays = standing.live,
+                "lanes leased"
+            );
+            self.held.add(&gained, asked + self.duration);
+        }
+        Ok(gained.len() < decision.take)
+    }
+
+    /// Where this relay stands; the leases and the registration are renewed when it is time.
+    async fn stand(&self, beat: &mut Option<Instant>) -> Result<Standing> {
+        if beat.is_some_and(|beat| beat.elapsed() < self.duration / 3) {
+            return self.store.standing(&self.id).await;
+        }
+        let asked = Instant::now();
         let held = self.held.all();
-        if !held.is_empty() && renewed.elapsed() >= self.duration / 3 {
-            let asked = Instant::now();
+        if !held.is_empty() {
             let kept = self.store.renew(&held, self.duration).await?;
             if kept.len() < held.len() {
                 warn!(
@@ -100,29 +105,25 @@ impl Keeper {
                     "lanes were taken by another relay"
                 );
             }
-            self.held.replace(kept, asked + self.duration);
-            *renewed = asked;
+            self.held.renewed(&held, &kept, asked + self.duration);
         }
-        let missing = usize::try_from(LANES).unwrap_or(0) - self.held.all().len();
-        if missing > 0 {
-            let asked = Instant::now();
-            let gained = self.store.lease(&self.name, missing, self.duration).await?;
-            if !gained.is_empty() {
-                info!(relay = self.name, lanes = gained.len(), "lanes leased");
-                self.held.add(&gained, asked + self.duration);
-                self.held.gained.notify_waiters();
-            }
-        }
-        Ok(())
+        let standing = self
+            .store
+            .heartbeat(&self.id, &self.name, self.duration)
+            .await?;
+        *beat = Some(asked);
+        Ok(standing)
     }
 
-    /// Ends all leases, so that another relay need not wait for them to run out.
-    pub(super) async fn give_back(store: &dyn OutboxStore, held: &Held) -> Result<()> {
+    /// Ends all leases and the registration, so that the others need not wait for them to run out.
+    pub(super) async fn give_back(store: &dyn OutboxStore, id: &str, held: &Held) -> Result<()> {
         let leases = held.all();
-        held.replace(Vec::new(), Instant::now());
-        if leases.is_empty() {
-            return Ok(());
-        }
-        store.release(&leases).await
+        held.remove(&leases);
+        let released = if leases.is_empty() {
+            Ok(())
+        } else {
+            store.release(&leases).await
+        };
+        store.leave(id).await.and(released)
     }
 }

@@ -1,14 +1,16 @@
 //! The relay: moves committed rows to the broker, many instances side by side.
 //!
-//! A relay leases lanes of the outbox, reads them in position order without locking rows, publishes, and settles the
+//! A relay leases its fair share of the lanes of the outbox, reads them in position order without locking rows, publishes, and settles the
 //! whole batch under the fencing token of its leases. A relay that dies leaves its lanes to the others when the lease
 //! ends; one that only seemed dead finds its writes fenced off.
 
 mod config;
+mod held;
 mod leases;
 mod pace;
 mod plan;
 mod publish;
+mod share;
 mod status;
 mod worker;
 
@@ -27,7 +29,8 @@ use crate::store::OutboxStore;
 pub use config::{OrderMode, RelayConfig};
 pub use status::RelayStatus;
 
-use leases::{Held, Keeper};
+use held::Held;
+use leases::Keeper;
 use status::StatusBoard;
 use worker::Worker;
 
@@ -36,7 +39,8 @@ const GIVE_BACK_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Moves messages from an outbox to a publisher until stopped.
 ///
-/// Any number of relays may run over one outbox, in one process or many.
+/// Any number of relays may run over one outbox, in one process or many. They share its 16 lanes evenly; beyond 16 they
+/// wait for their turn.
 pub struct Relay {
     store: Arc<dyn OutboxStore>,
     publisher: Arc<dyn Publisher>,
@@ -69,7 +73,7 @@ impl Relay {
     }
 
     /// Runs until `shutdown` completes, then stops taking rows, waits for the confirms of what is on its way (at most
-    /// the shutdown deadline), settles them and gives its lanes back. The publisher stays open: close it afterwards.
+    /// the shutdown deadline), settles them and gives its lanes back to the others. The publisher stays open: close it afterwards.
     ///
     /// Outages of the database or broker after the start do not end it: it backs off and goes on.
     ///
@@ -82,9 +86,10 @@ impl Relay {
     pub async fn run_until(self, shutdown: impl Future<Output = ()> + Send) -> Result<()> {
         self.config.validate(&self.publisher.capabilities())?;
         self.store.check().await?;
+        let id = uuid::Uuid::now_v7().to_string();
         let (stop, stopped) = watch::channel(false);
         let held = Arc::new(Held::default());
-        let mut tasks = self.start(&held, &stopped);
+        let mut tasks = self.start(&id, &held, &stopped);
         info!(
             relay = self.config.name,
             workers = self.config.workers,
@@ -101,8 +106,8 @@ impl Relay {
         })
         .await;
         tasks.shutdown().await;
-        let returned =
-            tokio::time::timeout(GIVE_BACK_DEADLINE, Keeper::give_back(&*self.store, &held)).await;
+        let giving_back = Keeper::give_back(&*self.store, &id, &held);
+        let returned = tokio::time::timeout(GIVE_BACK_DEADLINE, giving_back).await;
         info!(
             relay = self.config.name,
             drained = drained.is_ok(),
@@ -112,10 +117,11 @@ impl Relay {
         broken.map_or(Ok(()), Err)
     }
 
-    fn start(&self, held: &Arc<Held>, stop: &watch::Receiver<bool>) -> JoinSet<()> {
+    fn start(&self, id: &str, held: &Arc<Held>, stop: &watch::Receiver<bool>) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
         let keeper = Keeper {
             store: self.store.clone(),
+            id: id.to_owned(),
             name: self.config.name.clone(),
             duration: self.config.lease,
             held: held.clone(),

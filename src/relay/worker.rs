@@ -1,5 +1,6 @@
 //! A worker: strictly fetch, publish, settle, over its own lanes.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,11 +10,11 @@ use tracing::{debug, info, warn};
 use crate::backoff::Delays;
 use crate::broker::{FailureScope, PublishOutcome, Publisher, RejectionScope};
 use crate::error::{Error, Result, cut};
-use crate::store::{FetchRequest, Lease, OutboxReader, Page, Settled, SettlementBatch, Verdict};
+use crate::store::{FetchRequest, OutboxReader, Page, Settled, SettlementBatch, Verdict};
 use crate::story::{ERROR_BYTES_MAX, Reason};
 
 use super::config::{LEASE_MARGIN, RelayConfig};
-use super::leases::Held;
+use super::held::{Claim, Held};
 use super::pace::{Destinations, IdlePoll, Trouble};
 use super::publish::{Published, publish};
 use super::status::StatusBoard;
@@ -72,12 +73,13 @@ impl Worker {
     async fn cycle(&mut self, destinations: &mut Destinations) -> Result<Cycle> {
         let deadline = self.publisher.capabilities().publish_deadline;
         let fetch_started = Instant::now();
-        let leases = self.leases(deadline);
-        if leases.is_empty() {
+        // In hand until this cycle is over: a lane is released, or goes to another worker, only after that.
+        let mut claim = self.claim(deadline);
+        if claim.leases().is_empty() {
             return Ok(Cycle::Idle);
         }
         let request = FetchRequest {
-            leases,
+            leases: claim.leases().to_vec(),
             rows_max: self.config.batch_rows_max,
             bytes_max: self.config.batch_bytes_max,
             closed: destinations.closed(fetch_started),
@@ -90,11 +92,18 @@ impl Worker {
         if rows.is_empty() && unreadable.is_empty() {
             return Ok(Cycle::Idle);
         }
+        let read: BTreeSet<_> = (rows.iter().map(|row| row.lane))
+            .chain(unreadable.iter().map(|(lane, ..)| *lane))
+            .collect();
+        claim.keep_only(&read);
         // A slow read may have eaten the lease: publish only what is certain to be ours until it is settled.
-        let certain = self.leases(deadline);
+        let certain = read.into_iter();
+        let certain: BTreeSet<_> = certain
+            .filter(|lane| claim.lasts(*lane, deadline + LEASE_MARGIN))
+            .collect();
         let rows: Vec<_> = rows
             .into_iter()
-            .filter(|row| certain.iter().any(|lease| lease.lane == row.lane))
+            .filter(|row| certain.contains(&row.lane))
             .collect();
         debug!(worker = self.index, rows = rows.len(), full, "page read");
         let published = publish(&*self.publisher, rows, self.config.order, deadline).await;
@@ -125,9 +134,9 @@ impl Worker {
         })
     }
 
-    fn leases(&self, deadline: Duration) -> Vec<Lease> {
+    fn claim(&self, deadline: Duration) -> Claim {
         self.held
-            .of_worker(self.index, self.config.workers, deadline + LEASE_MARGIN)
+            .claim(self.index, self.config.workers, deadline + LEASE_MARGIN)
     }
 
     /// Turns outcomes into verdicts, and notes which destination, or the broker, is in trouble.

@@ -17,7 +17,7 @@ pub use inbox::{InboxStore, Recorded};
 pub use names::Prefix;
 pub use outbox::{
     Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
-    SettlementBatch, Verdict,
+    SettlementBatch, Standing, Verdict,
 };
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub use transaction::StoreTransaction;

@@ -38,6 +38,15 @@ pub struct Lease {
     pub token: i64,
 }
 
+/// Where a relay stands among those that run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standing {
+    /// Live relays, this one included.
+    pub live: usize,
+    /// How many of them come before this one, in an order that all agree on: less than `live`.
+    pub place: usize,
+}
+
 /// Leases and reads for relays. Judged by the database's clock alone.
 pub trait OutboxStore: Send + Sync + 'static {
     /// Name of the product, for logs and errors.
@@ -50,6 +59,26 @@ pub trait OutboxStore: Send + Sync + 'static {
     /// when they differ, [`Unavailable`](crate::ErrorKind::Unavailable) naming what was tried when the database does
     /// not answer, within seconds.
     fn check(&self) -> BoxFuture<'_, Result<()>>;
+
+    /// Registers the running relay `id` for `duration` from now, or extends its registration, and tells where it stands.
+    ///
+    /// Rules: `id` is unique to a running relay, `name` need not be. A registration counts from its return until it
+    /// ends by the database's clock, whether or not the relay holds lanes. Removes some registrations that have ended,
+    /// a bounded number at a time and never waiting for a lock on one. Ends or extends no lease.
+    fn heartbeat<'a>(
+        &'a self,
+        id: &'a str,
+        name: &'a str,
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Standing>>;
+
+    /// Tells where the relay `id` stands, and writes nothing.
+    ///
+    /// Rule: it counts itself also when its registration has ended.
+    fn standing<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Standing>>;
+
+    /// Ends the registration of `id` at once. One that is not there is no error.
+    fn leave<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<()>>;
 
     /// Takes up to `count_max` lanes whose lease has ended (or never began) for `duration`, each under a new token.
     ///
@@ -84,6 +113,10 @@ pub trait OutboxStore: Send + Sync + 'static {
 }
 
 /// One worker's view of its lanes: strictly fetch, publish, settle, fetch again.
+///
+/// A lane may be missing from a request and come back later under the same token, and may have been read and settled by
+/// another reader meanwhile; never by two at a time. What a reader remembers of a lane holds until the first request
+/// without it.
 pub trait OutboxReader: Send {
     /// Reads committed messages of the leased lanes, each lane in position order from its first pending message.
     ///

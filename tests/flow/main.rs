@@ -10,5 +10,6 @@
 mod consuming;
 mod failing;
 mod relaying;
+mod sharing;
 mod strangers;
 mod support;

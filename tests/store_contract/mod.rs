@@ -4,9 +4,11 @@
 
 mod inbox;
 mod outbox;
+mod relays;
 
 pub use inbox::*;
 pub use outbox::*;
+pub use relays::*;
 
 use std::future::Future;
 use std::time::Duration;
@@ -132,6 +134,11 @@ macro_rules! store_contract {
             two_relays_leasing_in_the_same_instant_get_disjoint_lanes,
             a_lease_taken_over_fences_its_old_holder,
             an_expired_lease_renews_until_taken_and_a_released_one_never,
+            relays_see_each_other_and_agree_on_their_places,
+            relays_that_come_in_the_same_instant_get_different_places,
+            a_registration_ends_by_the_databases_clock_and_can_begin_again,
+            ended_registrations_are_removed_in_bounded_steps,
+            no_lease_depends_on_a_registration,
             a_parked_row_moves_with_its_reason_and_is_counted,
             closed_destinations_are_passed_over,
             row_limits_hold_and_no_lane_is_starved,

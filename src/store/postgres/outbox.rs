@@ -13,8 +13,11 @@ use crate::message::Message;
 use crate::store::header_codec::{self, without_nul};
 use crate::store::{
     Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
-    SettlementBatch, Verdict,
+    SettlementBatch, Standing, Verdict,
 };
+
+/// Registrations that have ended and that one heartbeat removes at most.
+const FORGOTTEN_MAX: i64 = 100;
 
 impl Enqueue for PostgresStore {
     type Connection = PgConnection;
@@ -129,6 +132,46 @@ impl OutboxStore for PostgresStore {
         .boxed()
     }
 
+    fn heartbeat<'a>(
+        &'a self,
+        id: &'a str,
+        name: &'a str,
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Standing>> {
+        async move {
+            let query = sqlx::query_as(self.sql.heartbeat.clone())
+                .bind(id.to_owned())
+                .bind(without_nul(name).into_owned())
+                .bind(micros(duration))
+                .bind(FORGOTTEN_MAX);
+            let counted = self
+                .relayed("heartbeat", |c| query.fetch_one(c).boxed())
+                .await?;
+            Ok(standing_of(counted))
+        }
+        .boxed()
+    }
+
+    fn standing<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Standing>> {
+        async move {
+            let query = sqlx::query_as(self.sql.standing.clone()).bind(id.to_owned());
+            let counted = self
+                .relayed("count relays", |c| query.fetch_one(c).boxed())
+                .await?;
+            Ok(standing_of(counted))
+        }
+        .boxed()
+    }
+
+    fn leave<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<()>> {
+        async move {
+            let query = sqlx::query(self.sql.leave.clone()).bind(id);
+            self.relayed("leave", |c| query.execute(c).boxed()).await?;
+            Ok(())
+        }
+        .boxed()
+    }
+
     fn lease<'a>(
         &'a self,
         relay: &'a str,
@@ -215,6 +258,13 @@ async fn count(
         .relayed(operation, |c| query.fetch_one(c).boxed())
         .await?;
     Ok(u64::try_from(counted).unwrap_or(0))
+}
+
+fn standing_of((live, place): (i64, i64)) -> Standing {
+    Standing {
+        live: usize::try_from(live).unwrap_or(1),
+        place: usize::try_from(place).unwrap_or(0),
+    }
 }
 
 fn leases_of(rows: Vec<(Lane, i64)>) -> Vec<Lease> {

@@ -37,6 +37,9 @@ pub(super) const SCHEMA_IS_MISSING: &str = "SELECT to_regnamespace($1) IS NULL";
 
 pub(super) struct Sql {
     pub insert: SqlStr,
+    pub heartbeat: SqlStr,
+    pub standing: SqlStr,
+    pub leave: SqlStr,
     pub lease: SqlStr,
     pub renew: SqlStr,
     pub release: SqlStr,
@@ -67,6 +70,27 @@ impl Sql {
                     WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
                  ORDER BY place"
             )),
+            // `gone` reads `beat`, and so comes after it: two that found each other's registration ended, and locked
+            // that before their own, would wait for each other. The count sees the state before this statement.
+            heartbeat: safe(format!(
+                "WITH beat AS ( \
+                    INSERT INTO {t}relay (id, name, expires_at) \
+                    VALUES ($1, $2, clock_timestamp() + $3::bigint * interval '1 microsecond') \
+                    ON CONFLICT (id) DO UPDATE SET expires_at = excluded.expires_at \
+                    RETURNING id), \
+                 gone AS ( \
+                    DELETE FROM {t}relay WHERE ctid = ANY (ARRAY( \
+                        SELECT ctid FROM {t}relay \
+                        WHERE expires_at <= clock_timestamp() AND id <> (SELECT id FROM beat) \
+                        LIMIT $4 FOR UPDATE SKIP LOCKED))) \
+                 SELECT count(*) + 1, count(*) FILTER (WHERE id < $1) \
+                 FROM {t}relay WHERE id <> $1 AND expires_at > clock_timestamp()"
+            )),
+            standing: safe(format!(
+                "SELECT count(*) + 1, count(*) FILTER (WHERE id < $1) \
+                 FROM {t}relay WHERE id <> $1 AND expires_at > clock_timestamp()"
+            )),
+            leave: safe(format!("DELETE FROM {t}relay WHERE id = $1")),
             // MATERIALIZED: planned as the inner side of a join, the sub-select could lock more than its LIMIT.
             lease: safe(format!(
                 "WITH free AS MATERIALIZED ( \
@@ -158,7 +182,8 @@ impl Sql {
                  LEFT JOIN pg_attribute p ON p.attrelid = c.oid AND p.attname = 'position' \
                  LEFT JOIN pg_sequence s \
                     ON s.seqrelid = pg_get_serial_sequence('{t}outbox', 'position')::regclass \
-                 WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL"
+                 WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL \
+                    AND '{t}relay'::regclass IS NOT NULL"
             )),
             check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
             // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that
@@ -220,4 +245,51 @@ pub(super) fn migrator(prefix: &Prefix) -> Migrator {
     // An older process that starts beside a newer one must not fail at what it does not know.
     migrator.set_ignore_missing(true);
     migrator
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process whose clock is wrong must neither take a live lease nor keep a dead one: statements that judge or set
+    /// an expiry take durations, and the instant is the database's at that moment, not at the start of a transaction.
+    #[test]
+    fn no_statement_about_leases_or_relays_takes_an_instant_from_the_client() {
+        let sql = Sql::new(&Prefix::default());
+        for text in [
+            &sql.heartbeat,
+            &sql.standing,
+            &sql.leave,
+            &sql.lease,
+            &sql.renew,
+            &sql.release,
+            &sql.fetch,
+            &sql.settle,
+        ] {
+            let text = text.as_str();
+            for instant in ["timestamptz", "now()", "current_", "epoch"] {
+                assert!(!text.contains(instant), "{instant}: {text}");
+            }
+            let judged = text.split("expires_at").skip(1);
+            for judged in judged.filter(|rest| rest.contains(['<', '>', '='])) {
+                let judged = judged.trim_start();
+                assert!(
+                    [
+                        "<= clock_timestamp()",
+                        "> clock_timestamp()",
+                        "= clock_timestamp() + $3::bigint * interval '1 microsecond'",
+                        "= '1970-01-01 00:00:00+00'",
+                        "= excluded.",
+                        // A column's name in a list
+                        ", lane LIMIT",
+                        ") VALUES ($1, $2, clock_timestamp() + $3::bigint * interval '1 microsecond')",
+                        "RETURNING",
+                    ]
+                    .iter()
+                    .any(|known| judged.starts_with(known)),
+                    "{judged}"
+                );
+            }
+        }
+    }
 }

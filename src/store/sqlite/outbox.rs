@@ -14,8 +14,11 @@ use crate::message::Message;
 use crate::store::header_codec::{self, without_nul};
 use crate::store::{
     Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
-    SettlementBatch, Verdict,
+    SettlementBatch, Standing, Verdict,
 };
+
+/// Registrations that have ended and that one heartbeat removes at most.
+const FORGOTTEN_MAX: i64 = 100;
 
 impl Enqueue for SqliteStore {
     type Connection = SqliteConnection;
@@ -98,10 +101,11 @@ impl OutboxStore for SqliteStore {
 
     fn check(&self) -> BoxFuture<'_, Result<()>> {
         async move {
-            let (lanes, _, _): (i64, i64, i64) = sqlx::query_as(self.sql.check_outbox.clone())
-                .fetch_one(&self.pool)
-                .await
-                .map_err(self.pool_error("check outbox"))?;
+            let (lanes, _, _, _): (i64, i64, i64, i64) =
+                sqlx::query_as(self.sql.check_outbox.clone())
+                    .fetch_one(&self.pool)
+                    .await
+                    .map_err(self.pool_error("check outbox"))?;
             if lanes != i64::from(LANES) {
                 return Err(Error::configuration(
                     "rows of outbox_lane",
@@ -109,6 +113,63 @@ impl OutboxStore for SqliteStore {
                     lanes.to_string(),
                 ));
             }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn heartbeat<'a>(
+        &'a self,
+        id: &'a str,
+        name: &'a str,
+        duration: Duration,
+    ) -> BoxFuture<'a, Result<Standing>> {
+        async move {
+            let mut transaction = self.begin_immediate("heartbeat").await?;
+            let failed = self.pool_error("heartbeat");
+            sqlx::query(self.sql.heartbeat.clone())
+                .bind(id)
+                .bind(without_nul(name))
+                .bind(micros(duration))
+                .execute(transaction.connection())
+                .await
+                .map_err(&failed)?;
+            sqlx::query(self.sql.forget.clone())
+                .bind(id)
+                .bind(FORGOTTEN_MAX)
+                .execute(transaction.connection())
+                .await
+                .map_err(&failed)?;
+            let counted = sqlx::query_as(self.sql.standing.clone())
+                .bind(id)
+                .fetch_one(transaction.connection())
+                .await
+                .map_err(&failed)?;
+            transaction.commit().await.map_err(&failed)?;
+            Ok(standing_of(counted))
+        }
+        .boxed()
+    }
+
+    fn standing<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Standing>> {
+        async move {
+            let counted = sqlx::query_as(self.sql.standing.clone())
+                .bind(id)
+                .fetch_one(&self.pool)
+                .await
+                .map_err(self.pool_error("count relays"))?;
+            Ok(standing_of(counted))
+        }
+        .boxed()
+    }
+
+    fn leave<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<()>> {
+        async move {
+            sqlx::query(self.sql.leave.clone())
+                .bind(id)
+                .execute(&self.pool)
+                .await
+                .map_err(self.pool_error("leave"))?;
             Ok(())
         }
         .boxed()
@@ -198,6 +259,13 @@ async fn count(
         .await
         .map_err(store.pool_error(operation))?;
     Ok(u64::try_from(counted).unwrap_or(0))
+}
+
+fn standing_of((live, place): (i64, i64)) -> Standing {
+    Standing {
+        live: usize::try_from(live).unwrap_or(1),
+        place: usize::try_from(place).unwrap_or(0),
+    }
 }
 
 fn leases_of(rows: Vec<(Lane, i64)>) -> Vec<Lease> {

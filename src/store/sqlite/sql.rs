@@ -23,6 +23,10 @@ pub(super) const INSERT_ROWS_MAX: usize = 500;
 
 pub(super) struct Sql {
     insert: String,
+    pub heartbeat: SqlStr,
+    pub forget: SqlStr,
+    pub standing: SqlStr,
+    pub leave: SqlStr,
     pub lease: SqlStr,
     pub renew: SqlStr,
     pub release: SqlStr,
@@ -46,6 +50,19 @@ impl Sql {
         let t = prefix.as_str();
         Self {
             insert: format!("INSERT INTO {t}outbox (lane, {MESSAGE}, size) VALUES "),
+            heartbeat: safe(format!(
+                "INSERT INTO {t}relay (id, name, expires_at) VALUES (?1, ?2, {NOW} + ?3) \
+                 ON CONFLICT (id) DO UPDATE SET expires_at = excluded.expires_at"
+            )),
+            forget: safe(format!(
+                "DELETE FROM {t}relay WHERE id IN ( \
+                    SELECT id FROM {t}relay WHERE expires_at <= {NOW} AND id <> ?1 LIMIT ?2)"
+            )),
+            standing: safe(format!(
+                "SELECT count(*) + 1, count(*) FILTER (WHERE id < ?1) \
+                 FROM {t}relay WHERE id <> ?1 AND expires_at > {NOW}"
+            )),
+            leave: safe(format!("DELETE FROM {t}relay WHERE id = ?1")),
             lease: safe(format!(
                 "UPDATE {t}outbox_lane SET token = token + 1, owner = ?1, expires_at = {NOW} + ?3 \
                  WHERE lane IN (SELECT lane FROM {t}outbox_lane WHERE expires_at <= {NOW} \
@@ -105,7 +122,8 @@ impl Sql {
             check_outbox: safe(format!(
                 "SELECT (SELECT count(*) FROM {t}outbox_lane), \
                     (SELECT count(*) FROM (SELECT xx.lane, xx.position, xx.size FROM {t}outbox xx LIMIT 1)), \
-                    (SELECT count(*) FROM (SELECT xx.state, xx.reason FROM {t}outbox_aside xx LIMIT 1))"
+                    (SELECT count(*) FROM (SELECT xx.state, xx.reason FROM {t}outbox_aside xx LIMIT 1)), \
+                    (SELECT count(*) FROM (SELECT xx.id, xx.expires_at FROM {t}relay xx LIMIT 1))"
             )),
             check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
             record: safe(format!(

@@ -216,6 +216,7 @@ async fn the_documented_rights_are_enough() {
             "SELECT, DELETE ON relaybox_outbox",
             "SELECT, UPDATE ON relaybox_outbox_lane",
             "SELECT, INSERT ON relaybox_outbox_aside",
+            "SELECT, INSERT, UPDATE, DELETE ON relaybox_relay",
         ],
     );
     let relay = relay.await;
@@ -238,6 +239,10 @@ async fn the_documented_rights_are_enough() {
         leases: leases.clone(),
     };
     assert_eq!(reader.settle(&batch).await.unwrap().applied, 2);
+    relay.heartbeat("1", "relay", Duration::ZERO).await.unwrap();
+    relay.heartbeat("2", "relay", Duration::ZERO).await.unwrap();
+    relay.standing("2").await.unwrap();
+    relay.leave("2").await.unwrap();
     relay.renew(&leases, Duration::ZERO).await.unwrap();
     relay.release(&leases).await.unwrap();
     assert_eq!(relay.aside(10).await.unwrap(), 1);
