@@ -1,13 +1,14 @@
 //! Transactions with an inbox in them.
 
 use std::error::Error as StdError;
+use std::future::Future;
 use std::time::Duration;
 
 use futures_util::future::FutureExt;
 use sqlx::{PgConnection, Postgres};
 
-use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, sql};
-use crate::error::{ErrorKind, Result};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, STATEMENT_TIMEOUT, bounded, error, micros, sql};
+use crate::error::{Error, ErrorKind, Result};
 use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded, StoreTransaction};
 
@@ -20,20 +21,27 @@ impl InboxStore for PostgresStore {
     }
 
     async fn check(&self) -> Result<()> {
-        let query = sqlx::query(self.sql.check_inbox.clone());
-        bounded(&self.pool, "check inbox", ACQUIRE_TIMEOUT, |c| {
-            query.execute(c).boxed()
+        let query = sqlx::query_scalar(self.sql.check_inbox.clone());
+        let encoding: String = bounded(&self.pool, "check inbox", ACQUIRE_TIMEOUT, |c| {
+            query.fetch_one(c).boxed()
         })
         .await?;
+        if encoding != "UTF8" {
+            // An id with a character that it lacks could never be recorded, and so never be settled.
+            return Err(Error::configuration("server_encoding", "UTF8", encoding));
+        }
         Ok(())
     }
 
     async fn begin(&self) -> Result<Self::Transaction> {
         let failed = self.pool_error("begin");
         let connection = self.pool.acquire().await.map_err(&failed)?;
-        StoreTransaction::begin(connection, None)
-            .await
-            .map_err(&failed)
+        self.answered("begin", STATEMENT_TIMEOUT, async {
+            StoreTransaction::begin(connection, None)
+                .await
+                .map_err(&failed)
+        })
+        .await
     }
 
     fn connection(transaction: &mut Self::Transaction) -> &mut PgConnection {
@@ -48,13 +56,19 @@ impl InboxStore for PostgresStore {
     ) -> Result<Recorded> {
         // 0 would mean to wait for ever.
         let lock_wait = self.lock_wait.as_millis().clamp(1, i32::MAX as u128);
-        let (recorded, _): (i64, String) = sqlx::query_as(self.sql.record.clone())
+        let query = sqlx::query_as(self.sql.record.clone())
             .bind(consumer)
             .bind(id.as_str())
-            .bind(format!("{lock_wait}ms"))
-            .fetch_one(transaction.connection())
-            .await
-            .map_err(|e| error::of_statement("record", e))?;
+            .bind(format!("{lock_wait}ms"));
+        let wait = STATEMENT_TIMEOUT.saturating_add(self.lock_wait);
+        let (recorded, _): (i64, String) = self
+            .answered("record", wait, async {
+                query
+                    .fetch_one(transaction.connection())
+                    .await
+                    .map_err(|e| error::of_statement("record", e))
+            })
+            .await?;
         Ok(if recorded == 1 {
             Recorded::First
         } else {
@@ -63,17 +77,23 @@ impl InboxStore for PostgresStore {
     }
 
     async fn commit(&self, mut transaction: Self::Transaction) -> Result<()> {
-        sqlx::raw_sql(sql::COMMIT)
-            .execute(transaction.connection())
-            .await
-            .map_err(|e| error::of_statement("commit", e))?;
+        self.answered("commit", STATEMENT_TIMEOUT, async {
+            sqlx::raw_sql(sql::COMMIT)
+                .execute(transaction.connection())
+                .await
+                .map_err(|e| error::of_statement("commit", e))
+        })
+        .await?;
         transaction.chained();
         Ok(())
     }
 
     async fn rollback(&self, transaction: Self::Transaction) -> Result<()> {
-        let ended = transaction.rollback().await;
-        ended.map_err(|e| error::of_statement("roll back", e))
+        self.answered("roll back", STATEMENT_TIMEOUT, async {
+            let ended = transaction.rollback().await;
+            ended.map_err(|e| error::of_statement("roll back", e))
+        })
+        .await
     }
 
     fn kind_of(&self, error: &(dyn StdError + 'static)) -> Option<ErrorKind> {
@@ -81,13 +101,28 @@ impl InboxStore for PostgresStore {
     }
 
     async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
-        let deleted = sqlx::query(self.sql.clean_up.clone())
+        let query = sqlx::query(self.sql.clean_up.clone())
             .bind(micros(age))
             .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
-            .bind(consumer)
-            .execute(&self.pool)
-            .await
-            .map_err(self.pool_error("clean up inbox"))?;
+            .bind(consumer);
+        let deleted = bounded(&self.pool, "clean up inbox", STATEMENT_TIMEOUT, |c| {
+            query.execute(c).boxed()
+        })
+        .await?;
         Ok(deleted.rows_affected())
+    }
+}
+
+impl PostgresStore {
+    /// Waits at most so long for an answer inside a transaction. Whose server went silent is given up by dropping the
+    /// transaction, which closes its connection.
+    async fn answered<T>(
+        &self,
+        operation: &'static str,
+        wait: Duration,
+        statement: impl Future<Output = Result<T>> + Send,
+    ) -> Result<T> {
+        let answer = tokio::time::timeout(wait, statement).await;
+        answer.unwrap_or_else(|_| Err(error::of_silence(operation, &self.pool, wait)))
     }
 }

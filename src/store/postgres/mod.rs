@@ -33,7 +33,7 @@ use crate::message::Message;
 /// of a check at start.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest wait for the answer to a statement of the relay.
+/// Longest wait for the answer to a statement of ours.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Most connections of the relay's pool: workers beyond that many wait for each other.

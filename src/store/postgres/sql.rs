@@ -185,7 +185,10 @@ impl Sql {
                  WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL \
                     AND '{t}relay'::regclass IS NOT NULL"
             )),
-            check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
+            check_inbox: safe(format!(
+                "SELECT current_setting('server_encoding') \
+                 FROM (SELECT count(*) FROM (SELECT 1 FROM {t}inbox LIMIT 1) one) all_there"
+            )),
             // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that
             // the handler's statements keep the session's own.
             record: safe(format!(

@@ -130,6 +130,69 @@ async fn a_killed_or_silent_server_is_a_transient_error_and_then_it_works_again(
 }
 
 #[tokio::test]
+async fn a_silent_server_ends_no_transaction_of_the_inbox_and_holds_none_for_ever() {
+    let options = PostgresOptions::default().with_local_process();
+    let server = relaybox_testcontainers::Postgres::start_with(options)
+        .await
+        .unwrap();
+    let url = server.create_database("store").await.unwrap();
+    let store = PostgresStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    let (committing, undoing) = (store.begin().await.unwrap(), store.begin().await.unwrap());
+    let mut recording = store.begin().await.unwrap();
+    let id = MessageId::new("m-1");
+
+    server.stop().await.unwrap();
+    // Timers pass at once from here on, while nothing else happens.
+    tokio::time::pause();
+    let (committed, undone, recorded, begun) = tokio::join!(
+        store.commit(committing),
+        store.rollback(undoing),
+        store.record(&mut recording, "c", &id),
+        store.begin(),
+    );
+    let errors = [
+        committed.unwrap_err(),
+        undone.unwrap_err(),
+        recorded.map(drop).unwrap_err(),
+        begun.map(drop).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(error.is_transient(), "{error:?}");
+    }
+    drop(recording);
+    tokio::time::resume();
+    server.cont().await.unwrap();
+    let mut transaction = store.begin().await.unwrap();
+    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
+    assert_eq!(recorded, Recorded::First);
+    store.commit(transaction).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_database_that_lacks_characters_is_refused_at_start() {
+    let h = Postgres::empty().await;
+    let name: String = sqlx::query_scalar("SELECT current_database() || '_latin1'")
+        .fetch_one(h.pool())
+        .await
+        .unwrap();
+    let create = format!(
+        "CREATE DATABASE {name} ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+    );
+    let create = sqlx::raw_sql(AssertSqlSafe(create));
+    h.pool().execute(create).await.unwrap();
+    let options = PgConnectOptions::from_str(&h.url).unwrap().database(&name);
+    let store = PostgresStore::new(PgPool::connect_with(options).await.unwrap());
+    store.migrate().await.unwrap();
+    for error in [
+        OutboxStore::check(&store).await.unwrap_err(),
+        InboxStore::check(&store).await.unwrap_err(),
+    ] {
+        assert_eq!(error.violation().unwrap().field, "server_encoding");
+    }
+}
+
+#[tokio::test]
 async fn an_unreachable_server_is_named_within_seconds_without_the_password() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
