@@ -12,7 +12,7 @@ use crate::message::Limits;
 pub(super) const ENVELOPE_BYTES_MAX: usize = 64 * 1_024;
 
 /// The client's own bound of `message.max.bytes`.
-const CLIENT_BYTES_MAX: usize = 1_000_000_000;
+pub(super) const CLIENT_BYTES_MAX: usize = 1_000_000_000;
 
 /// Which partition a message with a key goes to. Messages without a key are spread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -59,6 +59,18 @@ impl Control {
         operation: &'static str,
         names: Vec<String>,
     ) -> Result<Vec<Option<Topic>>> {
+        self.look_up(operation, names).await?.into_iter().collect()
+    }
+
+    /// The same, where one topic that may not be seen says nothing about the others.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the brokers tried.
+    pub(super) async fn look_up(
+        self: &Arc<Self>,
+        operation: &'static str,
+        names: Vec<String>,
+    ) -> Result<Vec<Result<Option<Topic>>>> {
         let control = Arc::clone(self);
         blocking(operation, move || {
             let until = Instant::now() + control.deadline;
@@ -70,7 +82,12 @@ impl Control {
         .await
     }
 
-    fn topic(&self, operation: &'static str, name: &str, until: Instant) -> Result<Option<Topic>> {
+    fn topic(
+        &self,
+        operation: &'static str,
+        name: &str,
+        until: Instant,
+    ) -> Result<Result<Option<Topic>>> {
         let left = until.saturating_duration_since(Instant::now());
         let metadata = self
             .admin
@@ -78,23 +95,27 @@ impl Control {
             .fetch_metadata(Some(name), left)
             .map_err(|source| self.unavailable(operation).with_source(source))?;
         let Some(topic) = metadata.topics().first() else {
-            return Ok(None);
+            return Ok(Ok(None));
         };
         match topic.error().map(Code::from) {
             Some(Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::InvalidTopic) => {
-                return Ok(None);
+                return Ok(Ok(None));
             }
             Some(code @ Code::TopicAuthorizationFailed) => {
-                return Err(mapped(operation, name, KafkaError::MetadataFetch(code)));
+                return Ok(Err(mapped(
+                    operation,
+                    name,
+                    KafkaError::MetadataFetch(code),
+                )));
             }
             // Some partition has no leader at the moment; the topic is there.
             Some(_) | None => {}
         }
         let replicas = topic.partitions().iter().map(|p| p.replicas().len()).max();
-        Ok(Some(Topic {
+        Ok(Ok(Some(Topic {
             partitions: topic.partitions().len(),
             replicas: replicas.unwrap_or(0),
-        }))
+        })))
     }
 
     /// Checks that every name exists.

@@ -2,7 +2,7 @@
 
 use rdkafka::ClientConfig;
 
-use super::config::{ENVELOPE_BYTES_MAX, KafkaConfig};
+use super::config::{CLIENT_BYTES_MAX, ENVELOPE_BYTES_MAX, KafkaConfig};
 use crate::error::{Error, Result};
 
 impl KafkaConfig {
@@ -39,7 +39,9 @@ impl KafkaConfig {
             .set("message.timeout.ms", "0")
             .set("linger.ms", self.linger.as_millis().to_string())
             .set("partitioner", self.partitioner.property())
-            .set("message.max.bytes", record_bytes_max.to_string())
+            // Whether a record is too large is for the topic to say: what came from it must fit a rung too, whoever
+            // wrote it and whatever our own limit of new messages is.
+            .set("message.max.bytes", CLIENT_BYTES_MAX.to_string())
             // The client's own default is a gibibyte. A full queue waits for answers.
             .set(
                 "queue.buffering.max.kbytes",

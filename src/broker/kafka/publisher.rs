@@ -119,7 +119,7 @@ impl Sender {
         if unknown.is_empty() {
             return;
         }
-        let asked = timeout_at(deadline, self.control.topics("publish", unknown.clone())).await;
+        let asked = timeout_at(deadline, self.control.look_up("publish", unknown.clone())).await;
         let found = match asked {
             Ok(Ok(found)) => found,
             failed => {
@@ -139,8 +139,18 @@ impl Sender {
         };
         for (name, topic) in unknown.into_iter().zip(found) {
             match topic {
-                Some(topic) => self.remember(name, topic.partitions),
-                None => {
+                Ok(Some(topic)) => self.remember(name, topic.partitions),
+                Err(forbidden) => {
+                    self.forget(&name);
+                    let mut error = Some(forbidden);
+                    batch.reject_destination(&name, || {
+                        error.take().unwrap_or_else(|| {
+                            let detail = format!("{name} may not be seen");
+                            Error::new(ErrorKind::Rejected, "publish", detail)
+                        })
+                    });
+                }
+                Ok(None) => {
                     self.forget(&name);
                     batch.reject_destination(&name, || {
                         let detail = format!("no such topic: {name}");

@@ -309,3 +309,62 @@ async fn a_key_meets_the_partition_java_would_choose() {
         }
     }
 }
+
+/// A record of another producer, as large as the topic allows, has to get onto a rung and among the dead letters.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_fits_the_topic_is_sent_however_small_the_limit_of_new_messages_is() {
+    let limits = relaybox::Limits {
+        message_bytes_max: 10_000,
+        ..relaybox::Limits::default()
+    };
+    let brokers = shared_kafka().await.brokers();
+    let kafka = Kafka::connect(config(&brokers).with_limits(limits))
+        .await
+        .unwrap();
+    let topic = topic("large", 1).await;
+    let large = message(&topic, "k", "x".repeat(1_020_000));
+    let larger = message(&topic, "j", "x".repeat(2_000_000));
+    let small = message(&topic, "i", "x");
+    publish_all(&kafka, &[large, small.clone()]).await;
+    let outcomes = kafka.publish(&[larger, small]).await;
+    assert!(
+        matches!(
+            &outcomes[..],
+            [
+                PublishOutcome::Rejected {
+                    scope: RejectionScope::Message,
+                    ..
+                },
+                PublishOutcome::Confirmed
+            ]
+        ),
+        "{outcomes:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_that_may_not_be_seen_is_no_trouble_of_the_broker() {
+    let cluster = rdkafka::mocking::MockCluster::new(1).unwrap();
+    cluster.create_topic("open", 1, 1).unwrap();
+    cluster.create_topic("forbidden", 1, 1).unwrap();
+    let refused = rdkafka::types::RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED;
+    cluster.topic_error("forbidden", refused).unwrap();
+    let kafka = Kafka::connect(config(&cluster.bootstrap_servers()))
+        .await
+        .unwrap();
+    let forbidden = message("forbidden", "k", "1");
+    let outcomes = kafka.publish(&[forbidden, message("open", "k", "2")]).await;
+    assert!(
+        matches!(
+            &outcomes[..],
+            [
+                PublishOutcome::Rejected {
+                    scope: RejectionScope::Destination,
+                    ..
+                },
+                PublishOutcome::Confirmed
+            ]
+        ),
+        "{outcomes:?}"
+    );
+}
