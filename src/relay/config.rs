@@ -9,6 +9,9 @@ use crate::error::{Error, Result};
 /// Spare time between the publish deadline and the end of a lease, for the settling statement.
 pub(super) const LEASE_MARGIN: Duration = Duration::from_secs(1);
 
+/// The longest lease: how long the lanes of a relay that died could wait.
+const LEASE_MAX: Duration = Duration::from_secs(86_400);
+
 /// How a relay keeps order on a publisher whose failures leave gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OrderMode {
@@ -125,11 +128,14 @@ impl RelayConfig {
         within("workers", self.workers, 1, lanes)?;
         within("batch_rows_max", self.batch_rows_max, 1, 100_000)?;
         within("batch_bytes_max", self.batch_bytes_max, 1, 1 << 30)?;
-        let least = 2 * (publisher.publish_deadline + LEASE_MARGIN);
-        if self.lease < least {
+        let least = publisher.publish_deadline.saturating_add(LEASE_MARGIN);
+        let least = least.saturating_mul(2);
+        if self.lease < least || self.lease > LEASE_MAX {
             return Err(Error::configuration(
                 "lease",
-                format!("at least {least:?} (twice the publish deadline and a second)"),
+                format!(
+                    "at least {least:?} (twice the publish deadline and a second), at most {LEASE_MAX:?}"
+                ),
                 format!("{:?}", self.lease),
             ));
         }
@@ -173,6 +179,10 @@ mod tests {
             refused(config().with_lease(Duration::from_secs(21))),
             "lease"
         );
+        assert_eq!(refused(config().with_lease(Duration::MAX)), "lease");
+        let mut endless = PublisherCapabilities::new("test");
+        endless.publish_deadline = Duration::MAX;
+        assert!(config().validate(&endless).is_err());
         assert_eq!(refused(config().with_workers(0)), "workers");
         assert_eq!(refused(config().with_workers(17)), "workers");
         assert_eq!(refused(config().with_batch_rows_max(0)), "batch_rows_max");
