@@ -35,13 +35,13 @@ pub trait OutboxAdmin: Send + Sync + 'static {
     /// What waits, by destination: the one with the oldest pending message first.
     ///
     /// Bounded: counts at most `count_max` pending rows of each lane, oldest first, and `count_max` rows set aside, and
-    /// returns at most `destinations_max` destinations. A destination that is missing because of a bound has only
-    /// pending rows younger than those counted. One statement, so that no row is missed or counted twice on its way
+    /// returns at most `destinations_max` destinations. What a bound leaves out is younger than what was counted in its
+    /// lane. One statement, so that no row is missed or counted twice on its way
     /// between the two tables.
     fn depth(&self, count_max: u64, destinations_max: usize) -> BoxFuture<'_, Result<Depth>>;
 
     /// Up to `count_max` rows set aside after position `after`, in order of arrival, without payload and headers.
-    fn list<'a>(
+    fn list_aside<'a>(
         &'a self,
         filter: &'a AsideFilter,
         after: i64,
@@ -49,7 +49,7 @@ pub trait OutboxAdmin: Send + Sync + 'static {
     ) -> BoxFuture<'a, Result<Vec<AsideEntry>>>;
 
     /// One row set aside, with all that is stored of it; `None` when it is not there (any more).
-    fn show(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>>;
+    fn show_aside(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>>;
 
     /// Puts parked rows back into the outbox, in order of arrival, unchanged but for a new position; returns how many.
     ///

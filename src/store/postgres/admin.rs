@@ -27,7 +27,7 @@ impl OutboxAdmin for PostgresStore {
         .boxed()
     }
 
-    fn list<'a>(
+    fn list_aside<'a>(
         &'a self,
         filter: &'a AsideFilter,
         after: i64,
@@ -47,7 +47,7 @@ impl OutboxAdmin for PostgresStore {
         .boxed()
     }
 
-    fn show(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>> {
+    fn show_aside(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>> {
         async move {
             let query = sqlx::query(self.sql.admin.show.clone()).bind(position);
             let row = self

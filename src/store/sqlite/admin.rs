@@ -31,7 +31,7 @@ impl OutboxAdmin for SqliteStore {
         .boxed()
     }
 
-    fn list<'a>(
+    fn list_aside<'a>(
         &'a self,
         filter: &'a AsideFilter,
         after: i64,
@@ -50,7 +50,7 @@ impl OutboxAdmin for SqliteStore {
         .boxed()
     }
 
-    fn show(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>> {
+    fn show_aside(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>> {
         async move {
             let row = sqlx::query(self.sql.admin.show.clone())
                 .bind(position)
