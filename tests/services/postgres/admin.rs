@@ -85,7 +85,15 @@ async fn the_horizon_counts_the_dead_rows_of_our_tables() {
 #[tokio::test]
 async fn a_requeue_waits_for_another_ones_step_and_moves_only_what_is_left() {
     let h = Postgres::start().await;
-    park_all(&h, &[keyed("a", "1"), keyed("a", "2"), keyed("b", "3")]).await;
+    // A whole step of one key, and then some.
+    let messages: Vec<_> = (0..600)
+        .map(|n| keyed(if n < 500 { "a" } else { "b" }, "x"))
+        .collect();
+    park_all(&h, &messages).await;
+    h.pool()
+        .execute("UPDATE relaybox_outbox_aside SET position = DEFAULT WHERE key = 'b'")
+        .await
+        .unwrap();
     let mut other = h.pool().begin().await.unwrap();
     let taken = "DELETE FROM relaybox_outbox_aside WHERE key = 'a'";
     assert!(Postgres::execute(&mut other, taken).await);
@@ -95,8 +103,8 @@ async fn a_requeue_waits_for_another_ones_step_and_moves_only_what_is_left() {
     };
     let all = AsideFilter::all();
     let (requeued, ()) = tokio::join!(h.store.requeue(&all, Mode::Apply), commit);
-    assert_eq!(requeued.unwrap(), 1);
-    assert_eq!(h.store.pending(10).await.unwrap(), 1);
+    assert_eq!(requeued.unwrap(), 100);
+    assert_eq!(h.store.pending(1_000).await.unwrap(), 100);
     assert_eq!(h.store.aside(10).await.unwrap(), 0);
 }
 
