@@ -90,10 +90,6 @@ async fn a_requeue_waits_for_another_ones_step_and_moves_only_what_is_left() {
         .map(|n| keyed(if n < 500 { "a" } else { "b" }, "x"))
         .collect();
     park_all(&h, &messages).await;
-    h.pool()
-        .execute("UPDATE relaybox_outbox_aside SET position = DEFAULT WHERE key = 'b'")
-        .await
-        .unwrap();
     let mut other = h.pool().begin().await.unwrap();
     let taken = "DELETE FROM relaybox_outbox_aside WHERE key = 'a'";
     assert!(Postgres::execute(&mut other, taken).await);
