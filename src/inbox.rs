@@ -122,7 +122,8 @@ async fn commit<S: InboxStore>(
     }
 }
 
-/// Rolls back and says whose fault it was: a connection that broke under the handler is the database's.
+/// Rolls back and says whose fault it was: a connection that broke under the handler is the database's, as is a statement
+/// that failed for its state (a conflict, a full disk, a shutdown).
 async fn undo<S: InboxStore>(
     store: &S,
     transaction: S::Transaction,
@@ -130,10 +131,9 @@ async fn undo<S: InboxStore>(
     ask: Ask,
 ) -> Attempt {
     let broken = store.rollback(transaction).await.is_err();
-    let conflict = failure
-        .source()
-        .is_some_and(|source| store.kind_of(source) == Some(ErrorKind::Conflict));
-    if broken || conflict {
+    let kind = failure.source().and_then(|source| store.kind_of(source));
+    let database = matches!(kind, Some(ErrorKind::Conflict | ErrorKind::Unavailable));
+    if broken || database {
         return Attempt::Rerun(failure);
     }
     failed(failure, ask)

@@ -3,7 +3,7 @@
 use crate::broker::Publisher;
 use crate::error::Result;
 use crate::message::{Limits, Message};
-use crate::store::Enqueue;
+use crate::store::{Enqueue, EnqueueStatement};
 
 /// Writes messages beside business data.
 ///
@@ -53,13 +53,31 @@ impl<S: Enqueue> Outbox<S> {
         connection: &mut S::Connection,
         messages: &[Message],
     ) -> Result<()> {
-        for message in messages {
-            message.validate(&self.limits)?;
-            (self.refuse)(message)?;
-        }
+        self.validate(messages)?;
         if messages.is_empty() {
             return Ok(());
         }
         self.store.insert(connection, messages).await
+    }
+
+    /// The statement that [`enqueue_all`](Self::enqueue_all) would run, with its binds, for a service whose transactions
+    /// belong to another client.
+    ///
+    /// # Errors
+    /// [`Invalid`](crate::ErrorKind::Invalid) as [`enqueue_all`](Self::enqueue_all).
+    pub fn statement<'a>(&'a self, messages: &'a [Message]) -> Result<S::Statement<'a>>
+    where
+        S: EnqueueStatement,
+    {
+        self.validate(messages)?;
+        self.store.statement(messages)
+    }
+
+    fn validate(&self, messages: &[Message]) -> Result<()> {
+        for message in messages {
+            message.validate(&self.limits)?;
+            (self.refuse)(message)?;
+        }
+        Ok(())
     }
 }

@@ -22,7 +22,15 @@ const PRODUCTS: &[&str] = &[
     "kafka", "rabbitmq", "lapin", "rdkafka", "nats", "postgres", "mysql", "sqlite", "sqlx",
 ];
 const BROKER_FILES: &[&str] = &["mod", "config", "publisher", "subscriber", "error"];
-const STORE_FILES: &[&str] = &["mod", "outbox", "inbox", "dead_letters", "sql", "error"];
+const STORE_FILES: &[&str] = &[
+    "mod",
+    "outbox",
+    "admin",
+    "inbox",
+    "dead_letters",
+    "sql",
+    "error",
+];
 const STATEMENTS: &[&str] = &[
     "SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "ALTER", "DROP", "WITH",
 ];

@@ -17,6 +17,7 @@ CREATE TABLE relaybox_outbox (
     version      bigint,
     occurred_at  timestamptz NOT NULL DEFAULT clock_timestamp()
         CHECK (occurred_at >= '0001-01-01 00:00:00+00' AND occurred_at < '9999-12-31 00:00:00+00'),
+    enqueued_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (lane, position)
 ) WITH (
     autovacuum_vacuum_scale_factor = 0,

@@ -15,6 +15,7 @@ CREATE TABLE relaybox_outbox (
     size         INTEGER NOT NULL CHECK (size BETWEEN 0 AND 2147483647),
     version      INTEGER,
     occurred_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    enqueued_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
     UNIQUE (lane, position)
 ) STRICT;
 

@@ -11,6 +11,9 @@ pub(super) const IDLE_POLL_MIN: Duration = Duration::from_millis(10);
 /// Destinations left alone at one time at most; a failure beyond that counts as the broker's.
 const CLOSED_MAX: usize = 256;
 
+/// How long a destination is remembered after its last pause.
+const FORGET_AFTER: Duration = Duration::from_secs(3_600);
+
 /// Pauses after empty polls: 10 ms, doubling up to a bound, starting again when something was there.
 #[derive(Debug)]
 pub(super) struct IdlePoll(Delays);
@@ -64,6 +67,11 @@ impl Destinations {
 
     /// The destination failed: leave it alone, longer each time.
     pub(super) fn failed(&mut self, destination: &str, now: Instant) -> Trouble {
+        if self.closed.len() >= CLOSED_MAX {
+            // One that nothing was sent to for an hour has no messages left, or is found out anew.
+            self.closed
+                .retain(|_, closed| closed.until + FORGET_AFTER > now);
+        }
         let new = !self.closed.contains_key(destination);
         if new && self.closed.len() >= CLOSED_MAX {
             return Trouble::TooMany;
@@ -142,5 +150,7 @@ mod tests {
         }
         assert_eq!(destinations.failed("one more", now), Trouble::TooMany);
         assert_eq!(destinations.failed("0", now), Trouble::Known);
+        let much_later = now + FORGET_AFTER + Duration::from_secs(2);
+        assert_eq!(destinations.failed("one more", much_later), Trouble::New);
     }
 }

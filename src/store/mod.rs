@@ -1,8 +1,11 @@
 //! The store contracts, and one adapter per database.
 //!
 //! Typed where the user's transaction passes ([`Enqueue`], [`InboxStore`]); object-safe where only relaybox's own
-//! statements run ([`OutboxStore`], [`DeadLetterStore`]).
+//! statements run ([`OutboxStore`], [`OutboxAdmin`], [`DeadLetterStore`]).
 
+mod admin;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+mod admin_steps;
 mod dead_letter;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod header_codec;
@@ -12,12 +15,15 @@ mod outbox;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
 
+pub use admin::{
+    AsideEntry, AsideFilter, AsideMessage, Depth, DestinationDepth, Mode, OutboxAdmin,
+};
 pub use dead_letter::{DeadLetter, DeadLetterStore};
 pub use inbox::{InboxStore, Recorded};
 pub use names::Prefix;
 pub use outbox::{
-    Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
-    SettlementBatch, Standing, Verdict,
+    Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
+    PendingMessage, Settled, SettlementBatch, Standing, Verdict,
 };
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub use transaction::StoreTransaction;

@@ -29,6 +29,18 @@ pub trait Enqueue: Send + Sync + 'static {
     ) -> impl Future<Output = Result<()>> + Send;
 }
 
+/// Gives the statement of [`Enqueue::insert`] away, for clients other than ours.
+pub trait EnqueueStatement: Enqueue {
+    /// The text and its binds.
+    type Statement<'a>;
+
+    /// The statement that inserts these messages, in this order.
+    ///
+    /// # Errors
+    /// [`Invalid`](crate::ErrorKind::Invalid) for what a column cannot hold.
+    fn statement<'a>(&'a self, messages: &'a [Message]) -> Result<Self::Statement<'a>>;
+}
+
 /// A lane held by a relay, with the fencing token that every write of the holder shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Lease {

@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod admin;
 mod inbox;
 mod outbox;
 mod relays;
 
+pub use admin::*;
 pub use inbox::*;
 pub use outbox::*;
 pub use relays::*;
@@ -16,8 +18,8 @@ use std::time::Duration;
 use relaybox::Message;
 use relaybox::lane::LANES;
 use relaybox::store::{
-    DeadLetterStore, Enqueue, FetchRequest, InboxStore, Lease, OutboxStore, Page, SettlementBatch,
-    Verdict,
+    DeadLetterStore, Enqueue, FetchRequest, InboxStore, Lease, OutboxAdmin, OutboxStore, Page,
+    SettlementBatch, Verdict,
 };
 use relaybox::story::Reason;
 
@@ -27,6 +29,7 @@ pub trait Harness: Sized {
     type Store: Enqueue<Connection = Self::Connection>
         + InboxStore<Connection = Self::Connection>
         + OutboxStore
+        + OutboxAdmin
         + DeadLetterStore
         + Clone;
 
@@ -153,6 +156,15 @@ macro_rules! store_contract {
             a_transaction_ended_inside_is_never_reported_as_committed,
             clean_up_deletes_old_records_in_bounded_steps,
             dead_letters_keep_bytes_and_story,
+            depth_is_counted_by_destination_and_reason_with_the_oldest_age,
+            depth_counts_and_returns_no_more_than_asked,
+            each_filter_finds_its_rows_and_lists_go_by_pages,
+            a_filter_or_words_that_mean_nothing_are_refused_by_name,
+            a_requeued_message_is_the_same_message_at_a_new_position,
+            a_row_that_cannot_be_read_is_listed_shown_and_discarded,
+            requeues_and_discards_at_once_neither_double_nor_lose,
+            ten_thousand_rows_are_requeued_under_a_relay_and_each_is_sent_once,
+            a_requeue_ends_though_the_same_messages_are_refused_again,
             checks_pass_on_migrated_tables,
         );
     };

@@ -163,8 +163,16 @@ fn an_adapter_that_lacks_a_file_is_seen() {
             .collect()
     };
     let broker = ["mod", "config", "publisher", "subscriber", "error", "more"];
-    let store = ["mod", "outbox", "inbox", "dead_letters", "sql", "error"];
-    for (layer, names) in [("broker/nats", &broker), ("store/mysql", &store)] {
+    let store = [
+        "mod",
+        "outbox",
+        "admin",
+        "inbox",
+        "dead_letters",
+        "sql",
+        "error",
+    ];
+    for (layer, names) in [("broker/nats", &broker[..]), ("store/mysql", &store)] {
         assert!(adapters_have_the_same_files(&of(layer, names)).is_empty());
         for (place, name) in names.iter().enumerate() {
             let mut fewer = names.to_vec();

@@ -8,11 +8,14 @@
 //!
 //! Instants are compared by the database's clock only, and travel in binary: the session's `TimeZone` has no effect.
 
+mod admin;
 mod dead_letters;
 mod error;
+mod horizon;
 mod inbox;
 mod outbox;
 mod sql;
+mod statement;
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,7 +27,9 @@ use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgRow};
 use sqlx::{PgConnection, Row};
 use time::OffsetDateTime;
 
+pub use self::horizon::{HolderKind, Horizon, HorizonHolder, TableRows};
 use self::sql::Sql;
+pub use self::statement::Statement;
 use super::{Prefix, header_codec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Message;

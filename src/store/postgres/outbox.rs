@@ -4,16 +4,15 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::{PgConnection, Row};
-use time::OffsetDateTime;
 
-use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, read_message, size};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, read_message};
 use crate::error::{Error, Result};
-use crate::lane::{LANES, Lane, lane_of};
+use crate::lane::{LANES, Lane};
 use crate::message::Message;
-use crate::store::header_codec::{self, without_nul};
+use crate::store::header_codec::without_nul;
 use crate::store::{
-    Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
-    SettlementBatch, Standing, Verdict,
+    Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
+    PendingMessage, Settled, SettlementBatch, Standing, Verdict,
 };
 
 /// Registrations that have ended and that one heartbeat removes at most.
@@ -27,70 +26,24 @@ impl Enqueue for PostgresStore {
         if messages.is_empty() {
             return Ok(());
         }
-        for message in messages {
-            storable(message)?;
-        }
-        let all = messages.iter();
-        let column = |text: fn(&Message) -> &str| all.clone().map(text).collect::<Vec<_>>();
+        let statement = self.statement(messages)?;
         sqlx::query(self.sql.insert.clone())
-            .bind(all.clone().map(lane).collect::<Vec<_>>())
-            .bind(column(|m| m.id.as_str()))
-            .bind(column(|m| &m.destination))
-            .bind(all.clone().map(|m| m.key.as_deref()).collect::<Vec<_>>())
-            .bind(column(|m| &m.event_type))
-            .bind(
-                all.clone()
-                    .map(|m| m.content_type.as_deref())
-                    .collect::<Vec<_>>(),
-            )
-            .bind(all.clone().map(header_codec::encode).collect::<Vec<_>>())
-            .bind(
-                all.clone()
-                    .map(|m| m.payload.as_deref())
-                    .collect::<Vec<_>>(),
-            )
-            .bind(all.clone().map(|m| m.version).collect::<Vec<_>>())
-            .bind(
-                all.clone()
-                    .map(|m| m.occurred_at)
-                    .collect::<Vec<OffsetDateTime>>(),
-            )
-            .bind(all.map(size).collect::<Vec<_>>())
+            .bind(statement.lanes)
+            .bind(statement.ids)
+            .bind(statement.destinations)
+            .bind(statement.keys)
+            .bind(statement.event_types)
+            .bind(statement.content_types)
+            .bind(statement.headers)
+            .bind(statement.payloads)
+            .bind(statement.versions)
+            .bind(statement.occurred_at)
+            .bind(statement.sizes)
             .execute(connection)
             .await
             .map_err(|e| error::of_statement("enqueue", e))?;
         Ok(())
     }
-}
-
-/// Messages of a key share its lane; those without one are spread by their id.
-fn lane(message: &Message) -> Lane {
-    let id = message.id.as_str().as_bytes();
-    lane_of(message.key.as_deref().unwrap_or(id))
-}
-
-/// Refuses what a column cannot hold before it is sent: a failed statement would abort the caller's transaction.
-fn storable(message: &Message) -> Result<()> {
-    let texts = [
-        ("id", Some(message.id.as_str())),
-        ("destination", Some(&*message.destination)),
-        ("event_type", Some(&*message.event_type)),
-        ("content_type", message.content_type.as_deref()),
-    ];
-    for (field, text) in texts {
-        if let Some(text) = text.filter(|text| text.contains('\0')) {
-            return Err(Error::invalid(field, "text without NUL", text));
-        }
-    }
-    let utc = message.occurred_at.checked_to_offset(time::UtcOffset::UTC);
-    if !utc.is_some_and(|utc| (1..=9998).contains(&utc.year())) {
-        return Err(Error::invalid(
-            "occurred_at",
-            "in the years 1 to 9998",
-            message.occurred_at.to_string(),
-        ));
-    }
-    Ok(())
 }
 
 impl OutboxStore for PostgresStore {

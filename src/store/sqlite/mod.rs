@@ -5,6 +5,7 @@
 //! [`Busy`](crate::ErrorKind::Busy) error when another one wrote in between: begin it with `BEGIN IMMEDIATE`, or run
 //! it again.
 
+mod admin;
 mod dead_letters;
 mod error;
 mod inbox;

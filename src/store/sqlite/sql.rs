@@ -43,6 +43,7 @@ pub(super) struct Sql {
     pub list: SqlStr,
     pub count: SqlStr,
     pub remove: SqlStr,
+    pub admin: AdminSql,
 }
 
 impl Sql {
@@ -150,6 +151,7 @@ impl Sql {
                 "SELECT count(*) FROM {t}dead_letter WHERE consumer = ?1"
             )),
             remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = ?1")),
+            admin: AdminSql::new(t),
         }
     }
 
@@ -187,4 +189,71 @@ pub(super) fn migrator(prefix: &Prefix) -> Migrator {
     // An older process that starts beside a newer one must not fail at what it does not know.
     migrator.set_ignore_missing(true);
     migrator
+}
+
+/// What an operator asks for. All but `depth` touch only rows set aside, along their primary key.
+pub(super) struct AdminSql {
+    pub depth: SqlStr,
+    pub list: SqlStr,
+    pub show: SqlStr,
+    pub last: SqlStr,
+    pub count: SqlStr,
+    pub step: SqlStr,
+    pub requeue: SqlStr,
+    pub discard: SqlStr,
+}
+
+impl AdminSql {
+    fn new(t: &str) -> Self {
+        const ENTRY: &str = "position, state, reason, error, attempts, set_aside_at, message_id, destination, key, \
+            event_type, size";
+        let matches = format!(
+            "(?1 IS NULL OR destination = ?1) AND (?2 IS NULL OR reason = ?2) AND (?3 IS NULL OR key = ?3) \
+             AND (?4 IS NULL OR message_id = ?4) AND (?5 IS NULL OR set_aside_at <= {NOW} - ?5) \
+             AND position > ?6 AND position <= ?7"
+        );
+        Self {
+            // The limit stands inside each lane: a long lane must not hide the others.
+            depth: safe(format!(
+                "SELECT z.lane, o.destination, NULL, count(*), {NOW} - min(o.enqueued_at) \
+                 FROM {t}outbox_lane z \
+                 CROSS JOIN {t}outbox o ON o.position IN ( \
+                    SELECT position FROM {t}outbox WHERE lane = z.lane ORDER BY position LIMIT ?1) \
+                 GROUP BY z.lane, o.destination \
+                 UNION ALL \
+                 SELECT NULL, destination, reason, count(*), NULL \
+                 FROM (SELECT destination, reason FROM {t}outbox_aside ORDER BY position LIMIT ?1) \
+                 GROUP BY destination, reason"
+            )),
+            list: safe(format!(
+                "SELECT {ENTRY} FROM {t}outbox_aside WHERE {matches} ORDER BY position LIMIT ?8"
+            )),
+            show: safe(format!(
+                "SELECT {ENTRY}, {MESSAGE} FROM {t}outbox_aside WHERE position = ?1"
+            )),
+            last: safe(format!(
+                "SELECT coalesce(max(position), 0) FROM {t}outbox_aside"
+            )),
+            count: safe(format!(
+                "SELECT max(position), count(*) FROM ( \
+                    SELECT position FROM {t}outbox_aside WHERE {matches} AND state = 'parked' \
+                    ORDER BY position LIMIT ?8)"
+            )),
+            step: safe(format!(
+                "SELECT position, message_id FROM ( \
+                    SELECT position, message_id, sum(size) OVER (ORDER BY position) - size AS before FROM ( \
+                        SELECT position, message_id, size FROM {t}outbox_aside \
+                        WHERE {matches} AND state = 'parked' ORDER BY position LIMIT ?8)) \
+                 WHERE before < ?9 ORDER BY position"
+            )),
+            requeue: safe(format!(
+                "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+                 SELECT lane, {MESSAGE}, size FROM {t}outbox_aside \
+                 WHERE position IN (SELECT value FROM json_each(?1)) ORDER BY position"
+            )),
+            discard: safe(format!(
+                "DELETE FROM {t}outbox_aside WHERE position IN (SELECT value FROM json_each(?1))"
+            )),
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! PostgreSQL under the store contracts, and what only it does.
 
+mod admin;
 mod behaviour;
 mod trouble;
 

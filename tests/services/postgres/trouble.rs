@@ -238,7 +238,7 @@ async fn a_pool_in_use_is_a_transient_timeout_that_names_the_likely_cause() {
     store.begin().await.unwrap();
 }
 
-async fn restricted(h: &Postgres, role: &str, rights: &[&str]) -> PostgresStore {
+pub async fn restricted(h: &Postgres, role: &str, rights: &[&str]) -> PostgresStore {
     let name: String = sqlx::query_scalar("SELECT current_database()")
         .fetch_one(h.pool())
         .await
@@ -331,10 +331,14 @@ async fn the_documented_rights_are_enough() {
     assert!(consumer.remove(position).await.unwrap());
 
     for store in [app, relay, consumer] {
-        let options = store.pool().connect_options();
-        let role = options.get_options().unwrap().replace("-c role=", "");
-        let drop = format!("DROP OWNED BY {role}; DROP ROLE {role}");
-        let drop = sqlx::raw_sql(AssertSqlSafe(drop));
-        h.pool().execute(drop).await.unwrap();
+        drop_role(&h, &store).await;
     }
+}
+
+pub async fn drop_role(h: &Postgres, store: &PostgresStore) {
+    let options = store.pool().connect_options();
+    let role = options.get_options().unwrap().replace("-c role=", "");
+    let drop = format!("DROP OWNED BY {role}; DROP ROLE {role}");
+    let drop = sqlx::raw_sql(AssertSqlSafe(drop));
+    h.pool().execute(drop).await.unwrap();
 }
