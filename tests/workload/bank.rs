@@ -66,7 +66,7 @@ impl Transfer {
             amount: random.i64(1..500),
             phantom: random.u8(0..100) < 10,
             ending,
-            pause: Duration::from_millis(random.u64(0..60)),
+            pause: Duration::from_millis(random.u64(0..40)),
             filler,
         }
     }

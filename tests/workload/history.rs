@@ -188,10 +188,7 @@ impl Facts {
                 digest,
             })
             .collect(),
-            dead: letters
-                .into_iter()
-                .map(|(_, letter)| dead(letter))
-                .collect(),
+            dead: letters.into_values().map(dead).collect(),
             left: Left::now(world, &kafka).await?,
             disturbed,
             faults,

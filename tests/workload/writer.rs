@@ -13,8 +13,8 @@ use tokio::task::JoinSet;
 use super::bank::{Change, Ending, Transfer, digest, id_of};
 use super::world::{Anyhow, World};
 
-/// Connections that write side by side. Each takes every fourth number.
-const WRITERS: i64 = 4;
+/// Connections that write side by side. Each takes every sixth number.
+const WRITERS: i64 = 6;
 /// Between two tries while the database is away.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -105,13 +105,14 @@ impl Writer {
             self.phantom(&mut tx, &plan).await?;
         }
         self.outbox.enqueue_all(&mut tx, &messages).await?;
-        Ok(match plan.ending {
+        match plan.ending {
             Ending::RollBack => tx.rollback().await?,
             Ending::Commit(late) => {
                 tokio::time::sleep(late).await;
                 tx.commit().await?;
             }
-        })
+        }
+        Ok(())
     }
 
     /// Changes one account and writes the truth about it beside the message.
