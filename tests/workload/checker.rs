@@ -50,6 +50,9 @@ pub struct Verdict {
     applied: usize,
     dead: usize,
     retried: usize,
+    /// Effects that came after a later one of their account though neither message ever failed. Not promised: a
+    /// consumer that stalls with its transaction open may let it happen.
+    overtaken: usize,
     pub violations: Vec<Violation>,
 }
 
@@ -68,7 +71,7 @@ impl fmt::Display for Verdict {
         };
         write!(
             f,
-            "seed={} transfers={} committed={} published={} duplicates={} duplicates_max={} applied={} dead={} retried={} \
+            "seed={} transfers={} committed={} published={} duplicates={} duplicates_max={} applied={} dead={} retried={} overtaken={} \
              lost={} invented={} doubled={} disordered={} repeated={} changed={} misjudged={} left={} faults={} total={total}",
             self.seed,
             self.transfers,
@@ -79,6 +82,7 @@ impl fmt::Display for Verdict {
             self.applied,
             self.dead,
             self.retried,
+            self.overtaken,
             self.count(Rule::Lost),
             self.count(Rule::Invented),
             self.count(Rule::Doubled),
@@ -110,6 +114,7 @@ pub fn check(facts: &Facts) -> Verdict {
     checker.totals();
     checker.copies();
     checker.rest();
+    let overtaken = checker.overtaken();
     let violations = checker.violations;
     let published = ids(facts.wire.iter().map(|r| &r.message_id)).len();
     let retried = facts.attempts.iter().filter(|a| a.retries > 0);
@@ -128,6 +133,7 @@ pub fn check(facts: &Facts) -> Verdict {
         applied: facts.applied.len(),
         dead: ids(facts.dead.iter().map(|d| &d.message_id)).len(),
         retried: ids(retried.map(|a| &a.message_id)).len(),
+        overtaken,
         violations,
     }
 }
@@ -270,6 +276,22 @@ impl<'a> Checker<'a> {
                 );
             }
         }
+    }
+
+    fn overtaken(&self) -> usize {
+        let mut last: HashMap<i64, i64> = HashMap::new();
+        let smooth = self
+            .facts
+            .applied
+            .iter()
+            .filter(|effect| effect.retries == 0);
+        let changes = smooth.filter_map(|effect| self.committed.get(effect.message_id.as_str()));
+        let late = changes.filter(|change| {
+            let last = last.entry(change.account).or_default();
+            let before = std::mem::replace(last, change.version.max(*last));
+            change.version < before
+        });
+        late.count()
     }
 
     fn bytes(&mut self) {

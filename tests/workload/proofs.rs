@@ -153,7 +153,7 @@ fn a_good_history_has_a_plain_line() {
     let line = check(&good()).to_string();
     assert_eq!(
         line,
-        "seed=7 transfers=6 committed=6 published=6 duplicates=0 duplicates_max=0 applied=5 dead=1 retried=2 lost=0 \
+        "seed=7 transfers=6 committed=6 published=6 duplicates=0 duplicates_max=0 applied=5 dead=1 retried=2 overtaken=0 lost=0 \
          invented=0 doubled=0 disordered=0 repeated=0 changed=0 misjudged=0 left=0 faults=0 total=ok"
     );
 }
@@ -245,6 +245,15 @@ fn disorder_is_seen_on_the_topic_and_at_the_consumer() {
         broken(|facts| facts.attempts.push(facts.attempts[0].clone())),
         []
     );
+}
+
+#[test]
+fn an_effect_that_came_too_late_is_counted() {
+    let mut facts = good();
+    let last = facts.applied.len() - 1;
+    facts.applied.swap(last, last - 1);
+    let verdict = check(&facts);
+    assert_eq!((verdict.overtaken, verdict.violations), (1, Vec::new()));
 }
 
 #[test]
