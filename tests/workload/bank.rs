@@ -205,6 +205,14 @@ impl Fate {
     }
 }
 
+/// How long a handler works on a message with its transaction open, so that trouble finds it there.
+pub fn effort(id: &str) -> Duration {
+    match mixed(&format!("effort {id}")) {
+        roll if roll % 8 == 0 => Duration::from_millis(10 + roll / 8 % 70),
+        _ => Duration::ZERO,
+    }
+}
+
 /// 64 well-mixed bits of a text, the same on every machine and in every version.
 pub fn mixed(text: &str) -> u64 {
     let mut hash = Fnv::new();

@@ -6,7 +6,7 @@ use relaybox::consumer::{Consumer, ConsumerConfig, Failure, Outcome, handler_fn}
 use relaybox::envelope::Incoming;
 use sqlx::postgres::PgConnection;
 
-use super::bank::{CONSUMER, Change, Fate, TOPIC, Trouble, digest};
+use super::bank::{self, CONSUMER, Change, Fate, TOPIC, Trouble, digest};
 use super::world::{self, World};
 
 pub async fn consume(world: &World, stop: impl Future<Output = ()> + Send) -> relaybox::Result<()> {
@@ -54,6 +54,7 @@ async fn try_to_handle(
     .bind(digest(message))
     .execute(&mut *db)
     .await?;
+    tokio::time::sleep(bank::effort(message.id.as_str())).await;
     let nonsense = "SELECT 1 / 0";
     Ok(match Fate::of(message.id.as_str()).trouble(retries) {
         None => Outcome::Done,

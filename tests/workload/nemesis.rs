@@ -60,20 +60,21 @@ pub struct Step {
     pub action: Action,
 }
 
-/// What is done to a target in `time`, the same for the same seed.
+/// What is done to a target in `time`, the same for the same seed. The servers take turns.
 pub fn plan(seed: u64, target: Target, members: usize, time: Duration) -> Vec<Step> {
     let mut random = fastrand::Rng::with_seed(mixed(&format!("nemesis {seed} {target:?}")));
     let (first, pause) = match target {
-        Target::Relays => (1_000, 2_000..6_000),
-        Target::Consumers => (2_000, 3_000..8_000),
+        Target::Relays => (1_000, 3_000..9_000),
+        Target::Consumers => (2_000, 3_000..9_000),
         Target::Writer => (7_000, 8_000..20_000),
-        Target::Servers => (5_000, 6_000..15_000),
+        Target::Servers => (3_000, 3_000..9_000),
     };
     let mut at = Duration::from_millis(random.u64(first..first + 3_000));
+    let kafka_first = random.bool();
     let mut steps = Vec::new();
     while at < time {
         let action = match target {
-            Target::Servers => blow(&mut random),
+            Target::Servers => blow(&mut random, steps.len().is_multiple_of(2) == kafka_first),
             _ => misfortune(&mut random, target, members),
         };
         let pause = Duration::from_millis(random.u64(pause.clone()));
@@ -98,24 +99,23 @@ fn misfortune(random: &mut fastrand::Rng, target: Target, members: usize) -> Act
             member,
             time: beyond,
         },
-        7 => Action::Freeze { member, time: down },
+        7 | 8 => Action::Freeze { member, time: down },
         _ => Action::KillAll { down },
     }
 }
 
-fn blow(random: &mut fastrand::Rng) -> Action {
+fn blow(random: &mut fastrand::Rng, kafka: bool) -> Action {
     let down = Duration::from_millis(random.u64(0..4_000));
-    let kind = random.u8(0..8);
-    let blow = match kind % 4 {
+    let blow = match random.u8(0..4) {
         0 | 1 => Blow::Kill { down },
         2 => Blow::Restart,
         _ => Blow::Freeze {
             time: down + Duration::from_secs(1),
         },
     };
-    match kind / 4 {
-        0 => Action::Postgres(blow),
-        _ => Action::Kafka(blow),
+    match kafka {
+        true => Action::Kafka(blow),
+        false => Action::Postgres(blow),
     }
 }
 
