@@ -17,3 +17,4 @@ mod end_to_end;
 mod kafka;
 mod kafka_contract;
 mod postgres;
+mod workload;

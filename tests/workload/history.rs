@@ -1,0 +1,276 @@
+//! What happened, as the database and the broker tell it: the facts that the checker judges.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use relaybox::ErrorKind;
+use relaybox::broker::kafka::Kafka;
+use relaybox::broker::{Settlement, Subscriber, SubscriptionRequest};
+use relaybox::envelope::Incoming;
+use serde::{Deserialize, Serialize};
+use sqlx::FromRow;
+use sqlx::postgres::{PgPool, PgRow};
+
+use super::bank::{CONSUMER, TOPIC, digest};
+use super::world::{self, Anyhow, World};
+
+/// Everything that was recorded in a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Facts {
+    pub seed: u64,
+    /// What every account had before.
+    pub opening: i64,
+    pub bank: Vec<Account>,
+    pub replica: Vec<Account>,
+    pub committed: Vec<Committed>,
+    /// The topic, in the order of partitions and offsets.
+    pub wire: Vec<Record>,
+    /// In the order in which they were made.
+    pub attempts: Vec<Attempt>,
+    /// In the order in which they were made.
+    pub applied: Vec<Applied>,
+    pub dead: Vec<Dead>,
+    pub left: Left,
+    pub disturbed: Disturbed,
+    /// What went wrong with the processes themselves.
+    pub faults: Vec<String>,
+}
+
+/// At the bank `count` is the version, in the replica how many changes were applied.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Account {
+    pub id: i64,
+    pub balance: i64,
+    pub count: i64,
+}
+
+/// A message, written in the transaction that enqueued it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Committed {
+    pub message_id: String,
+    pub transfer: i64,
+    pub account: i64,
+    pub version: i64,
+    pub delta: i64,
+    pub balance: i64,
+    pub digest: i64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub partition: i32,
+    pub offset: i64,
+    pub message_id: String,
+    pub digest: i64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attempt {
+    pub message_id: String,
+    pub retries: i64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Applied {
+    pub message_id: String,
+    /// Failures that were counted before.
+    pub retries: i64,
+    pub digest: i64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dead {
+    pub message_id: String,
+    pub reason: Option<String>,
+    pub retries: i64,
+    pub consumer: Option<String>,
+    pub error: Option<String>,
+    pub origin: Option<String>,
+    pub digest: i64,
+}
+
+/// What has not come to its end.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    pub outbox: u64,
+    pub aside: u64,
+    /// Records that the consumer has not settled, on the topic and its rungs.
+    pub lag: u64,
+}
+
+impl Left {
+    pub fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Asked in the order in which messages move, so that one on its way is seen somewhere.
+    pub async fn now(world: &World, kafka: &Kafka) -> Anyhow<Self> {
+        let count = |sql: &'static str| async move {
+            let count: i64 = sqlx::query_scalar(sql).fetch_one(&world.notebook).await?;
+            Anyhow::Ok(u64::try_from(count)?)
+        };
+        let outbox = count("SELECT count(*) FROM bank.relaybox_outbox").await?;
+        let aside = count("SELECT count(*) FROM bank.relaybox_outbox_aside").await?;
+        let mut lag = 0;
+        for topic in std::iter::once(TOPIC.to_owned()).chain(world::rungs()) {
+            lag += kafka.lag(CONSUMER, &topic).await?;
+        }
+        Ok(Self { outbox, aside, lag })
+    }
+}
+
+/// How often the nemesis did what may put a batch on the wire twice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disturbed {
+    /// A relay was killed or frozen: its batch may come twice.
+    pub relays: u64,
+    /// A server was killed, restarted or frozen: the batch of every relay may come twice.
+    pub servers: u64,
+    /// How many relays there are, and rows in a batch.
+    pub relay_count: u64,
+    pub batch: u64,
+}
+
+impl Disturbed {
+    /// Most copies beyond the first that the topic may hold.
+    pub fn duplicates_max(self) -> u64 {
+        self.batch * (self.relays + self.servers * self.relay_count)
+    }
+}
+
+impl Facts {
+    /// Reads it all, after everything has stopped.
+    pub async fn read(
+        world: &World,
+        seed: u64,
+        disturbed: Disturbed,
+        faults: Vec<String>,
+    ) -> Anyhow<Self> {
+        let kafka = world.kafka().await?;
+        let db = &world.notebook;
+        let wire = topic(&kafka, TOPIC).await?;
+        let letters = topic(&kafka, &world::dead_letters()).await?;
+        Ok(Self {
+            seed,
+            opening: super::bank::OPENING,
+            bank: accounts(
+                db,
+                "SELECT id, balance, version FROM bank.account ORDER BY id",
+            )
+            .await?,
+            replica: accounts(
+                db,
+                "SELECT id, balance, applied FROM replica.account ORDER BY id",
+            )
+            .await?,
+            committed: committed(db).await?,
+            wire: wire.into_iter().map(record).collect(),
+            attempts: rows(
+                db,
+                "SELECT message_id, retries FROM replica.attempt ORDER BY n",
+            )
+            .await?
+            .into_iter()
+            .map(|(message_id, retries)| Attempt {
+                message_id,
+                retries,
+            })
+            .collect(),
+            applied: rows(
+                db,
+                "SELECT message_id, retries, digest FROM replica.applied ORDER BY n",
+            )
+            .await?
+            .into_iter()
+            .map(|(message_id, retries, digest)| Applied {
+                message_id,
+                retries,
+                digest,
+            })
+            .collect(),
+            dead: letters.into_values().map(dead).collect(),
+            left: Left::now(world, &kafka).await?,
+            disturbed,
+            faults,
+        })
+    }
+}
+
+async fn rows<Row>(db: &PgPool, sql: &'static str) -> Anyhow<Vec<Row>>
+where
+    Row: for<'r> FromRow<'r, PgRow> + Send + Unpin,
+{
+    Ok(sqlx::query_as(sql).fetch_all(db).await?)
+}
+
+async fn accounts(db: &PgPool, sql: &'static str) -> Anyhow<Vec<Account>> {
+    let account = |(id, balance, count)| Account { id, balance, count };
+    Ok(rows(db, sql).await?.into_iter().map(account).collect())
+}
+
+async fn committed(db: &PgPool) -> Anyhow<Vec<Committed>> {
+    let sql =
+        "SELECT message_id, transfer, account, version, delta, balance, digest FROM bank.history
+         ORDER BY account, version";
+    let row = |(message_id, transfer, account, version, delta, balance, digest)| Committed {
+        message_id,
+        transfer,
+        account,
+        version,
+        delta,
+        balance,
+        digest,
+    };
+    Ok(rows(db, sql).await?.into_iter().map(row).collect())
+}
+
+fn record(((partition, offset), incoming): ((i32, i64), Incoming)) -> Record {
+    Record {
+        partition,
+        offset,
+        digest: digest(&incoming.message),
+        message_id: incoming.message.id.as_str().to_owned(),
+    }
+}
+
+fn dead(letter: Incoming) -> Dead {
+    let digest = digest(&letter.message);
+    let story = letter.story;
+    Dead {
+        message_id: letter.message.id.as_str().to_owned(),
+        reason: story.reason.map(|reason| reason.as_str().to_owned()),
+        retries: story.retry_count.into(),
+        consumer: story.consumer,
+        error: story.last_error,
+        origin: story.origin.map(|origin| origin.topic),
+        digest,
+    }
+}
+
+/// Everything on a topic, read as an auditor that belongs to nobody's group, by partition and offset.
+async fn topic(kafka: &Kafka, name: &str) -> Anyhow<BTreeMap<(i32, i64), Incoming>> {
+    let mut records = BTreeMap::new();
+    let depth = match kafka.depth(name).await {
+        Ok(depth) => usize::try_from(depth)?,
+        Err(error) if error.kind() == ErrorKind::NotFound => 0,
+        Err(error) => return Err(error.into()),
+    };
+    if depth == 0 {
+        return Ok(records);
+    }
+    let auditor = format!("auditor-{:08x}", fastrand::u32(..));
+    let request = SubscriptionRequest::new(auditor, vec![name.to_owned()]);
+    let mut subscription = kafka.subscribe(request).await?;
+    while records.len() < depth {
+        for delivery in subscription.receive(depth - records.len()).await? {
+            delivery.receipt.settle(Settlement::Acknowledge).await?;
+            let origin = &delivery.coordinates;
+            let (Some(partition), Some(offset)) = (&origin.partition, &origin.offset) else {
+                return Err("a record without its place".into());
+            };
+            records.insert((partition.parse()?, offset.parse()?), delivery.incoming);
+        }
+    }
+    subscription.close(Duration::from_secs(10)).await?;
+    Ok(records)
+}

@@ -1,0 +1,313 @@
+//! The trouble: seeded plans of what is killed, frozen and restarted, and the hands that do it.
+//!
+//! Relays, consumers, the writer and the servers each have a plan of their own, carried out side by side, so that
+//! troubles meet. Every action undoes itself: at the end of a plan everything runs.
+
+use std::time::{Duration, Instant};
+
+use relaybox_testcontainers::{Kafka, Postgres};
+
+use super::bank::mixed;
+use super::history::Disturbed;
+use super::processes::Fleet;
+use super::world::{Anyhow, LEASE, SESSION};
+
+/// What is in trouble.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    Relays,
+    Consumers,
+    Writer,
+    Servers,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// SIGKILL, and a new process after a while.
+    Kill {
+        member: usize,
+        down: Duration,
+    },
+    /// SIGSTOP and SIGCONT, often for longer than the lease or the session.
+    Freeze {
+        member: usize,
+        time: Duration,
+    },
+    /// SIGKILL to all, and new ones in the same instant.
+    KillAll {
+        down: Duration,
+    },
+    Postgres(Blow),
+    Kafka(Blow),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Blow {
+    Kill {
+        down: Duration,
+    },
+    /// In order.
+    Restart,
+    /// Connections are accepted and nobody answers.
+    Freeze {
+        time: Duration,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Step {
+    pub at: Duration,
+    pub action: Action,
+}
+
+/// What is done to a target in `time`, the same for the same seed. The servers take turns.
+pub fn plan(seed: u64, target: Target, members: usize, time: Duration) -> Vec<Step> {
+    let mut random = fastrand::Rng::with_seed(mixed(&format!("nemesis {seed} {target:?}")));
+    let (first, pause) = match target {
+        Target::Relays => (1_000, 3_000..9_000),
+        Target::Consumers => (2_000, 3_000..9_000),
+        Target::Writer => (7_000, 8_000..20_000),
+        Target::Servers => (3_000, 3_000..9_000),
+    };
+    let mut at = Duration::from_millis(random.u64(first..first + 3_000));
+    let kafka_first = random.bool();
+    let mut steps = Vec::new();
+    while at < time {
+        let action = match target {
+            Target::Servers => blow(&mut random, steps.len().is_multiple_of(2) == kafka_first),
+            _ => misfortune(&mut random, target, members),
+        };
+        let pause = Duration::from_millis(random.u64(pause.clone()));
+        let next = at + action.duration() + pause;
+        steps.push(Step { at, action });
+        at = next;
+    }
+    steps
+}
+
+fn misfortune(random: &mut fastrand::Rng, target: Target, members: usize) -> Action {
+    let member = random.usize(0..members);
+    let down = Duration::from_millis(random.u64(0..3_000));
+    let grace = match target {
+        Target::Consumers => SESSION,
+        _ => LEASE,
+    };
+    let beyond = grace + Duration::from_millis(random.u64(500..6_000));
+    match random.u8(0..10) {
+        0..5 => Action::Kill { member, down },
+        5..7 => Action::Freeze {
+            member,
+            time: beyond,
+        },
+        7 | 8 => Action::Freeze { member, time: down },
+        _ => Action::KillAll { down },
+    }
+}
+
+fn blow(random: &mut fastrand::Rng, kafka: bool) -> Action {
+    let down = Duration::from_millis(random.u64(0..4_000));
+    let blow = match random.u8(0..4) {
+        0 | 1 => Blow::Kill { down },
+        2 => Blow::Restart,
+        _ => Blow::Freeze {
+            time: down + Duration::from_secs(1),
+        },
+    };
+    match kafka {
+        true => Action::Kafka(blow),
+        false => Action::Postgres(blow),
+    }
+}
+
+impl Action {
+    /// About how long it takes.
+    fn duration(&self) -> Duration {
+        match self {
+            Self::Kill { down, .. } | Self::KillAll { down } => *down,
+            Self::Freeze { time, .. } => *time,
+            Self::Postgres(blow) | Self::Kafka(blow) => match blow {
+                Blow::Kill { down } => *down + Duration::from_secs(2),
+                Blow::Restart => Duration::from_secs(3),
+                Blow::Freeze { time } => *time,
+            },
+        }
+    }
+}
+
+/// Prints what happens, with the time since the start.
+#[derive(Debug, Clone, Copy)]
+pub struct Diary(Instant);
+
+impl Diary {
+    pub fn new() -> Self {
+        Self(Instant::now())
+    }
+
+    pub fn note(&self, text: impl std::fmt::Display) {
+        println!("{:8.3} {text}", self.0.elapsed().as_secs_f64());
+    }
+}
+
+/// Waits for the time of each step. Steps that come too late to begin in time are left out.
+async fn at_its_time(start: Instant, step: &Step, time: Duration) -> bool {
+    tokio::time::sleep(step.at.saturating_sub(start.elapsed())).await;
+    start.elapsed() < time
+}
+
+/// Carries out a plan on processes; returns how often one of them was disturbed.
+pub async fn trouble_processes(
+    fleet: &mut Fleet,
+    plan: Vec<Step>,
+    time: Duration,
+    diary: Diary,
+) -> Anyhow<u64> {
+    let start = Instant::now();
+    let mut disturbed = 0;
+    for step in plan {
+        if !at_its_time(start, &step, time).await {
+            break;
+        }
+        match step.action {
+            Action::Kill { member, down } => {
+                diary.note(format!(
+                    "{}: SIGKILL, again in {down:?}",
+                    fleet.name(member)
+                ));
+                fleet.kill(member)?;
+                tokio::time::sleep(down).await;
+                fleet.start_missing()?;
+                disturbed += 1;
+            }
+            Action::KillAll { down } => {
+                diary.note(format!(
+                    "{} and all others: SIGKILL, again in {down:?}",
+                    fleet.name(0)
+                ));
+                for member in 0..fleet.len() {
+                    fleet.kill(member)?;
+                    disturbed += 1;
+                }
+                tokio::time::sleep(down).await;
+                fleet.start_missing()?;
+            }
+            Action::Freeze { member, time } => {
+                diary.note(format!("{}: SIGSTOP for {time:?}", fleet.name(member)));
+                fleet.freeze(member, time).await?;
+                diary.note(format!("{}: SIGCONT", fleet.name(member)));
+                disturbed += 1;
+            }
+            Action::Postgres(_) | Action::Kafka(_) => return Err("a server is no process".into()),
+        }
+    }
+    Ok(disturbed)
+}
+
+/// Carries out a plan on the servers; returns how often one of them was disturbed.
+pub async fn trouble_servers(
+    postgres: &Postgres,
+    kafka: &Kafka,
+    plan: Vec<Step>,
+    time: Duration,
+    diary: Diary,
+) -> Anyhow<u64> {
+    let start = Instant::now();
+    let mut disturbed = 0;
+    for step in plan {
+        if !at_its_time(start, &step, time).await {
+            break;
+        }
+        disturbed += 1;
+        diary.note(format!("{:?}", step.action));
+        let name = match step.action {
+            Action::Postgres(blow) => {
+                match blow {
+                    Blow::Kill { down } => {
+                        postgres.kill().await?;
+                        tokio::time::sleep(down).await;
+                        postgres.start_again().await?;
+                    }
+                    Blow::Restart => postgres.restart().await?,
+                    Blow::Freeze { time } => {
+                        postgres.stop().await?;
+                        tokio::time::sleep(time).await;
+                        postgres.cont().await?;
+                    }
+                }
+                "PostgreSQL"
+            }
+            Action::Kafka(blow) => {
+                match blow {
+                    Blow::Kill { down } => {
+                        kafka.kill().await?;
+                        tokio::time::sleep(down).await;
+                        kafka.start_again().await?;
+                    }
+                    Blow::Restart => kafka.restart().await?,
+                    Blow::Freeze { time } => {
+                        kafka.stop().await?;
+                        tokio::time::sleep(time).await;
+                        kafka.cont().await?;
+                    }
+                }
+                "Kafka"
+            }
+            _ => return Err("a process is no server".into()),
+        };
+        diary.note(format!("{name} is back"));
+    }
+    Ok(disturbed)
+}
+
+impl Disturbed {
+    /// What a run without trouble begins with.
+    pub fn by_nobody(relay_count: usize, batch: usize) -> Self {
+        let count = |n: usize| u64::try_from(n).unwrap_or(u64::MAX);
+        Self {
+            relay_count: count(relay_count),
+            batch: count(batch),
+            ..Self::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIME: Duration = Duration::from_secs(600);
+
+    #[test]
+    fn a_seed_plans_the_same_trouble_and_another_seed_other_trouble() {
+        for target in [
+            Target::Relays,
+            Target::Consumers,
+            Target::Writer,
+            Target::Servers,
+        ] {
+            let planned = plan(7, target, 3, TIME);
+            assert_eq!(planned, plan(7, target, 3, TIME));
+            assert_ne!(planned, plan(8, target, 3, TIME));
+            assert!(planned.len() > 10, "{target:?}: {}", planned.len());
+            let sorted = planned.windows(2).all(|pair| pair[0].at < pair[1].at);
+            assert!(sorted, "{planned:?}");
+            // A longer run begins like a shorter one.
+            assert!(planned.starts_with(&plan(7, target, 3, TIME / 2)));
+        }
+    }
+
+    #[test]
+    fn every_kind_of_trouble_is_planned() {
+        let mut kinds: Vec<_> = [Target::Relays, Target::Servers]
+            .into_iter()
+            .flat_map(|target| plan(7, target, 3, TIME))
+            .map(|step| match step.action {
+                Action::Postgres(blow) => format!("p{:?}", std::mem::discriminant(&blow)),
+                Action::Kafka(blow) => format!("k{:?}", std::mem::discriminant(&blow)),
+                action => format!("{:?}", std::mem::discriminant(&action)),
+            })
+            .collect();
+        kinds.sort();
+        kinds.dedup();
+        assert_eq!(kinds.len(), 3 + 2 * 3, "{kinds:?}");
+    }
+}
