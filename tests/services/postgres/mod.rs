@@ -1,6 +1,8 @@
 //! PostgreSQL under the store contracts, and what only it does.
 
 mod behaviour;
+mod floor;
+mod floor_load;
 mod trouble;
 
 use std::time::Duration;
