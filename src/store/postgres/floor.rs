@@ -169,19 +169,17 @@ impl Floor {
         let Some(page) = self.page.take() else {
             return;
         };
-        let read = page
-            .lanes
-            .values()
-            .filter_map(|lane| lane.positions.last())
-            .max();
+        let last = |lane: &LanePage| lane.positions.last().copied();
+        let read = page.lanes.values().filter_map(last).max();
+        // A lane that was read to its end is read up to here: positions of all lanes are drawn from one sequence.
+        let newest = self.read_last.max(read.unwrap_or(0));
         // Only a settlement, or nothing to settle, lets the next snapshot vouch for what this one read.
         let vouched = read.is_none() || settled.is_some();
         for (lane, floor) in &mut self.lanes {
             let Some(part) = page.lanes.get(lane) else {
                 continue;
             };
-            let last = part.positions.last().copied().unwrap_or(0);
-            let mut read = part.cut.unwrap_or_else(|| floor.read.max(last));
+            let mut read = part.cut.unwrap_or(newest);
             let is_settled = |position| settled.is_some_and(|s| s.contains(&(*lane, position)));
             if let Some(left) = part.positions.iter().find(|p| !is_settled(**p)) {
                 read = read.min(left - 1);
@@ -199,7 +197,7 @@ impl Floor {
         }
         if vouched {
             self.read_before = self.read_last;
-            self.read_last = self.read_last.max(read.copied().unwrap_or(0));
+            self.read_last = newest;
         }
     }
 }

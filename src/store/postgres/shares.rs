@@ -25,7 +25,7 @@ impl Shares {
     pub(super) fn of(&self, lanes: &[Lane], rows_max: usize) -> Vec<usize> {
         let quiet = (rows_max / lanes.len().max(1) / QUIET_PART).max(1);
         let wanted = |lane| match self.last.get(lane) {
-            Some(last) if !last.cut => last.rows.saturating_mul(2).clamp(quiet, rows_max),
+            Some(last) if !last.cut => last.rows.saturating_mul(2).max(quiet).min(rows_max),
             _ => rows_max,
         };
         let wanted: Vec<usize> = lanes.iter().map(wanted).collect();

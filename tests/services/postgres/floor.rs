@@ -5,7 +5,7 @@ use std::time::Duration;
 use relaybox::lane::lane_of;
 use relaybox::store::Lease;
 use relaybox::store::postgres::PostgresStore;
-use relaybox::store::{Enqueue, InboxStore, OutboxReader, OutboxStore, Page, SettlementBatch};
+use relaybox::store::{Enqueue, OutboxReader, OutboxStore, Page};
 use relaybox_testcontainers::PostgresOptions;
 use sqlx::pool::PoolConnection;
 use sqlx::{AssertSqlSafe, Executor, PgConnection, Postgres as Driver};
@@ -22,6 +22,7 @@ struct Relay {
 
 impl Relay {
     async fn new(store: &PostgresStore) -> Self {
+        fill_relay_pool(store).await;
         Self {
             reader: store.reader(),
             leases: lease_all(store).await,
@@ -309,7 +310,7 @@ async fn new_connections_make_the_reader_begin_anew() {
     while h.pool().execute(back).await.is_err() {}
     enqueue::<Postgres>(&h.store(), &[keyed("k", "1")]).await;
     // Another user of the relay's pool meets the broken connections; this reader sees no error.
-    while h.store().pending(1).await.is_err() {}
+    fill_relay_pool(&h.store()).await;
     assert_eq!(relay.poll().await, ["1"]);
     assert_eq!(h.store().floor_alarms(), 0);
 }

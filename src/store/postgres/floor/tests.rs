@@ -319,7 +319,7 @@ fn seed() -> u64 {
 
 #[test]
 fn a_lane_reads_as_if_from_its_first_row() {
-    if let Err(why) = run(Bent::Nothing, 4_000, seed()) {
+    if let Err(why) = run(Bent::Nothing, 1_500, seed()) {
         panic!("{why}");
     }
 }
