@@ -61,7 +61,7 @@ struct Answer {
 
 impl Ask<'_> {
     /// The same lanes from the first row on.
-    fn from_zero(&mut self) {
+    fn begin_at_zero(&mut self) {
         self.floors.fill(0);
     }
 
@@ -171,7 +171,7 @@ impl Reader {
         let started = Instant::now();
         let sweep = started >= self.sweep_due;
         if sweep {
-            ask.from_zero();
+            ask.begin_at_zero();
         }
         let mut answer = self.scan(self.store.sql.fetch.clone(), &ask, None).await?;
         let same = answer.server.is_some() && answer.server == self.server;
@@ -180,7 +180,7 @@ impl Reader {
             self.floor.begin(&request.leases);
             if ask.floors.iter().any(|floor| *floor > 0) {
                 self.connections = self.connections();
-                ask.from_zero();
+                ask.begin_at_zero();
                 answer = self.scan(self.store.sql.fetch.clone(), &ask, None).await?;
             }
             self.server = answer.server;

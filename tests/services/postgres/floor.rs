@@ -341,3 +341,23 @@ async fn the_sweep_finds_what_should_not_be_there() {
     assert_eq!(relay.poll().await, ["1"]);
     assert_eq!(store.floor_alarms(), 1);
 }
+
+#[tokio::test]
+async fn a_hot_lane_gets_what_quiet_ones_leave() {
+    let h = Postgres::start().await;
+    let mut relay = Relay::new(&h.store()).await;
+    let messages: Vec<_> = (0..400).map(|n| keyed("k", &n.to_string())).collect();
+    enqueue::<Postgres>(&h.store(), &messages).await;
+    let mut request = request(&relay.leases);
+    request.rows_max = 160;
+    let mut read = Vec::new();
+    for expected in [10, 145, 145, 100] {
+        let page = relay.reader.fetch(&request).await.unwrap();
+        assert_eq!(page.rows.len(), expected);
+        read.extend(payloads(&page));
+        let batch = confirm(&relay.leases, &page);
+        relay.reader.settle(&batch).await.unwrap();
+    }
+    let all: Vec<String> = (0..400).map(|n| n.to_string()).collect();
+    assert_eq!(read, all);
+}

@@ -111,13 +111,13 @@ impl Server {
     }
 
     pub(super) fn undo_to_savepoint(&mut self, at: usize) {
-        if let (false, Some(position)) = (
-            self.transactions[at].prepared,
-            self.transactions[at].positions.last(),
-        ) {
-            if let Some(row) = self.rows.get_mut(position) {
-                row.undone = true;
-            }
+        let transaction = &self.transactions[at];
+        let last = transaction
+            .positions
+            .last()
+            .filter(|_| !transaction.prepared);
+        if let Some(row) = last.and_then(|position| self.rows.get_mut(position)) {
+            row.undone = true;
         }
     }
 

@@ -1,5 +1,7 @@
 //! Random interleavings: whatever happens, a lane reads like one that is read from its first row.
 
+#![allow(clippy::unwrap_used, clippy::panic)]
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::collection::vec;
@@ -135,8 +137,11 @@ impl World {
         let mut worker = std::mem::take(&mut self.workers[at]);
         worker.page.clear();
         worker.under.clone_from(&leases);
-        let (limit, sweep, meanwhile) =
-            ([1, 2, 3, 100][choice % 4], choice % 16 == 0, choice / 4 % 8);
+        let (limit, sweep, meanwhile) = (
+            [1, 2, 3, 100][choice % 4],
+            choice.is_multiple_of(16),
+            choice / 4 % 8,
+        );
         let floors = worker.floor.begin(&leases);
         let view = self.server.snapshot();
         let mut scans = Vec::new();
@@ -333,7 +338,7 @@ fn every_bent_rule_is_noticed() {
         Bent::SettledOrNot,
         Bent::ClosedIgnored,
     ] {
-        let why = run(bent, 20_000, 1).expect_err(&format!("{bent:?}"));
+        let why = run(bent, 20_000, 1).unwrap_err();
         println!("{bent:?}: {why}");
     }
 }
@@ -342,7 +347,7 @@ const LEASE: Lease = Lease { lane: 0, token: 1 };
 
 /// Reads these positions of lane 0 to the end, and settles them.
 fn page(floor: &mut Floor, snapshot: &str, positions: &[i64]) {
-    let snapshot = Snapshot::parse(snapshot).unwrap_or_else(|| panic!("{snapshot}"));
+    let snapshot = Snapshot::parse(snapshot).unwrap();
     let part = LanePage {
         positions: positions.to_vec(),
         cut: None,
@@ -380,10 +385,10 @@ fn what_is_tracked_is_bounded() {
 
 #[test]
 fn snapshots_are_read_as_the_server_writes_them() {
-    let read = Snapshot::parse("5:9:5,7").unwrap_or_else(|| panic!());
+    let read = Snapshot::parse("5:9:5,7").unwrap();
     let ended = [4, 5, 6, 7, 8, 9, 10].map(|xid| read.ended(xid));
     assert_eq!(ended, [true, false, true, false, true, false, false]);
-    let epoch = Snapshot::parse("4294967300:4294967300:").unwrap_or_else(|| panic!());
+    let epoch = Snapshot::parse("4294967300:4294967300:").unwrap();
     assert!(epoch.ended(4_294_967_299) && !epoch.ended(4_294_967_300));
     for text in ["", "1:2", "1:x:", "1:2:x"] {
         assert_eq!(Snapshot::parse(text), None, "{text}");
