@@ -133,10 +133,17 @@ pub trait OutboxReader: Send {
     /// Reads committed messages of the leased lanes, each lane in position order from its first pending message.
     ///
     /// Rules: takes no row lock and keeps no transaction or connection. Returns every committed row sooner or later,
-    /// whatever the order of commits. Returns nothing of a lane whose token is no longer current.
+    /// whatever the order of commits. Returns nothing of a lane whose token is no longer current. A page that was not
+    /// settled before the next fetch counts as not settled at all: its rows are returned again.
+    ///
+    /// Cancel safety: a dropped future changed nothing.
     fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>>;
 
-    /// Applies all verdicts in one transaction; only those under a current token.
+    /// Applies all verdicts in one transaction; only those under a current token. Its effect is visible to every later
+    /// statement once this returns.
+    ///
+    /// Rules: verdicts are about rows of the last page; a row without one is returned again. After an error the same
+    /// batch may be settled again.
     ///
     /// Cancel safety: a dropped future may or may not have applied.
     fn settle<'a>(&'a mut self, batch: &'a SettlementBatch) -> BoxFuture<'a, Result<Settled>>;

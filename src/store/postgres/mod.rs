@@ -11,14 +11,18 @@
 mod admin;
 mod dead_letters;
 mod error;
+mod floor;
 mod horizon;
 mod inbox;
 mod outbox;
+mod reader;
+mod shares;
 mod sql;
 mod statement;
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -41,6 +45,9 @@ const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for the answer to a statement of ours.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Time between two looks at a lane from its first row.
+const SWEEP_PAUSE: Duration = Duration::from_secs(30);
+
 /// Most connections of the relay's pool: workers beyond that many wait for each other.
 const RELAY_CONNECTIONS_MAX: u32 = 8;
 
@@ -48,11 +55,22 @@ const RELAY_CONNECTIONS_MAX: u32 = 8;
 #[derive(Clone)]
 pub struct PostgresStore {
     pool: PgPool,
-    /// Opened at first use: a service that only enqueues has none.
-    relay_pool: Arc<OnceLock<PgPool>>,
+    relay: Arc<RelaySide>,
     prefix: Prefix,
     sql: Arc<Sql>,
     lock_wait: Duration,
+    sweep_pause: Duration,
+}
+
+/// What the readers of a store share.
+#[derive(Default)]
+struct RelaySide {
+    /// Opened at first use: a service that only enqueues has none.
+    pool: OnceLock<PgPool>,
+    /// Connections made so far: a new one may lead to a server whose transaction ids or positions went back.
+    connections: Arc<AtomicU64>,
+    /// Rows found where none can be: see [`PostgresStore::floor_alarms`].
+    floor_alarms: AtomicU64,
 }
 
 impl PostgresStore {
@@ -62,10 +80,11 @@ impl PostgresStore {
         let prefix = Prefix::default();
         Self {
             pool,
-            relay_pool: Arc::default(),
+            relay: Arc::default(),
             sql: Arc::new(Sql::new(&prefix)),
             prefix,
             lock_wait: Duration::from_secs(5),
+            sweep_pause: SWEEP_PAUSE,
         }
     }
 
@@ -106,6 +125,14 @@ impl PostgresStore {
         self
     }
 
+    /// Sets how often a relay's worker looks at its lanes from their first row at most (default every 30 s), whatever
+    /// its scan floor says; see [`floor_alarms`](Self::floor_alarms). It looks less often where that takes long.
+    #[must_use]
+    pub const fn with_sweep_pause(mut self, pause: Duration) -> Self {
+        self.sweep_pause = pause;
+        self
+    }
+
     /// The service's pool.
     #[must_use]
     pub const fn pool(&self) -> &PgPool {
@@ -140,10 +167,23 @@ impl PostgresStore {
         migrated.map_err(|e| error::of_migration(&self.pool, e))
     }
 
+    /// Rows that a relay's slow sweep found below the floor of its scan, where only a writer that gives positions or
+    /// transaction ids itself can have put them. They were sent, late; from then on this store's readers read every
+    /// lane from its first row.
+    #[must_use]
+    pub fn floor_alarms(&self) -> u64 {
+        self.relay.floor_alarms.load(Ordering::SeqCst)
+    }
+
     fn relay_pool(&self) -> &PgPool {
-        self.relay_pool.get_or_init(|| {
+        self.relay.pool.get_or_init(|| {
             let options = PgConnectOptions::clone(&self.pool.connect_options());
+            let connections = self.relay.connections.clone();
             PgPoolOptions::new()
+                .after_connect(move |_, _| {
+                    connections.fetch_add(1, Ordering::SeqCst);
+                    Box::pin(async { Ok(()) })
+                })
                 .max_connections(RELAY_CONNECTIONS_MAX)
                 .acquire_timeout(ACQUIRE_TIMEOUT)
                 // A ping before each statement would double the round trips; a broken connection fails once.

@@ -1,19 +1,17 @@
-//! Writing in the caller's transaction; leasing, reading and settling for relays.
+//! Writing in the caller's transaction, and leasing lanes for relays.
 
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::{PgConnection, Row};
 
-use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros, read_message};
+use super::reader::Reader;
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros};
 use crate::error::{Error, Result};
 use crate::lane::{LANES, Lane};
 use crate::message::Message;
 use crate::store::header_codec::without_nul;
-use crate::store::{
-    Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
-    PendingMessage, Settled, SettlementBatch, Standing, Verdict,
-};
+use crate::store::{Enqueue, EnqueueStatement, Lease, OutboxReader, OutboxStore, Standing};
 
 /// Registrations that have ended and that one heartbeat removes at most.
 const FORGOTTEN_MAX: i64 = 100;
@@ -177,10 +175,7 @@ impl OutboxStore for PostgresStore {
     }
 
     fn reader(&self) -> Box<dyn OutboxReader> {
-        Box::new(Reader {
-            store: self.clone(),
-            turn: 0,
-        })
+        Box::new(Reader::new(self.clone()))
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {
@@ -229,121 +224,6 @@ fn leases_of(rows: Vec<(Lane, i64)>) -> Vec<Lease> {
     leases
 }
 
-fn columns_of(leases: &[Lease]) -> (Vec<Lane>, Vec<i64>) {
+pub(super) fn columns_of(leases: &[Lease]) -> (Vec<Lane>, Vec<i64>) {
     leases.iter().map(|lease| (lease.lane, lease.token)).unzip()
-}
-
-/// Reads every lane from its first row. Its private state is where a floor of the scan belongs.
-struct Reader {
-    store: PostgresStore,
-    /// Which lane goes first when there are more lanes than rows allowed.
-    turn: usize,
-}
-
-impl OutboxReader for Reader {
-    fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>> {
-        async move {
-            let count = request.leases.len();
-            if count == 0 || request.rows_max == 0 {
-                return Ok(Page::default());
-            }
-            let mut leases = request.leases.clone();
-            leases.rotate_left(self.turn % count);
-            self.turn = (self.turn + 1) % count;
-            let (lanes, tokens) = columns_of(&leases);
-            let lane_rows = (request.rows_max / count).max(1);
-            let lane_bytes = request.bytes_max / count;
-            let query = sqlx::query(self.store.sql.fetch.clone())
-                .bind(lanes)
-                .bind(tokens)
-                .bind(vec![0_i64; count])
-                .bind(i64::try_from(lane_rows).unwrap_or(i64::MAX))
-                .bind(request.closed.clone())
-                .bind(i64::try_from(lane_bytes).unwrap_or(i64::MAX))
-                .bind(i64::try_from(request.rows_max).unwrap_or(i64::MAX));
-            let rows = self
-                .store
-                .relayed("fetch", |c| query.fetch_all(c).boxed())
-                .await?;
-            let failed = |e| error::of_statement("fetch", e);
-            let mut page = Page {
-                full: rows.len() >= request.rows_max,
-                ..Page::default()
-            };
-            let mut read = [0_usize; LANES as usize];
-            for row in &rows {
-                let lane: Lane = row.try_get(0).map_err(failed)?;
-                let position: i64 = row.try_get(1).map_err(failed)?;
-                let cut: bool = row.try_get(11).map_err(failed)?;
-                let in_lane = usize::try_from(lane)
-                    .ok()
-                    .and_then(|lane| read.get_mut(lane));
-                let count = in_lane.map_or(0, |count| {
-                    *count += 1;
-                    *count
-                });
-                page.full |= cut || count >= lane_rows;
-                match read_message(row, 2) {
-                    Ok(message) => page.rows.push(PendingMessage {
-                        lane,
-                        position,
-                        message,
-                    }),
-                    Err(error) => page.unreadable.push((lane, position, error)),
-                }
-            }
-            // The statement promises no order; in practice this finds its input sorted by lane.
-            page.rows.sort_by_key(|row| (row.lane, row.position));
-            Ok(page)
-        }
-        .boxed()
-    }
-
-    fn settle<'a>(&'a mut self, batch: &'a SettlementBatch) -> BoxFuture<'a, Result<Settled>> {
-        async move {
-            if batch.verdicts.is_empty() {
-                return Ok(Settled::default());
-            }
-            let mut leases = batch.leases.clone();
-            // Only these are locked: the others may change hands meanwhile.
-            leases.retain(|lease| batch.verdicts.iter().any(|(lane, ..)| *lane == lease.lane));
-            let (lanes, tokens) = columns_of(&leases);
-            let (mut confirmed, mut parked) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
-            let (mut reasons, mut errors) = (Vec::new(), Vec::new());
-            for (lane, position, verdict) in &batch.verdicts {
-                match verdict {
-                    Verdict::Confirmed => {
-                        confirmed.0.push(*lane);
-                        confirmed.1.push(*position);
-                    }
-                    Verdict::Parked { reason, error } => {
-                        parked.0.push(*lane);
-                        parked.1.push(*position);
-                        reasons.push(reason.as_str().to_owned());
-                        // Refused here, one NUL would fail the whole batch for ever.
-                        errors.push(without_nul(error).into_owned());
-                    }
-                }
-            }
-            let query = sqlx::query_scalar(self.store.sql.settle.clone())
-                .bind(lanes)
-                .bind(tokens)
-                .bind(confirmed.0)
-                .bind(confirmed.1)
-                .bind(parked.0)
-                .bind(parked.1)
-                .bind(reasons)
-                .bind(errors);
-            let applied: i64 = self
-                .store
-                .relayed("settle", |c| query.fetch_one(c).boxed())
-                .await?;
-            let applied = usize::try_from(applied).unwrap_or(0);
-            Ok(Settled {
-                applied,
-                fenced: batch.verdicts.len().saturating_sub(applied),
-            })
-        }
-        .boxed()
-    }
 }

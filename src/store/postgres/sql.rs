@@ -12,6 +12,19 @@ use crate::store::Prefix;
 const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
     version, occurred_at";
 
+/// ... and their types.
+const MESSAGE_TYPES: [&str; 9] = [
+    "text",
+    "text",
+    "bytea",
+    "text",
+    "text",
+    "text",
+    "bytea",
+    "bigint",
+    "timestamptz",
+];
+
 /// Planner settings of the relay's connections.
 ///
 /// Statistics of an outbox are stale by nature: analysed when empty, it makes the planner prefer a scan and a sort of
@@ -45,6 +58,7 @@ pub(super) struct Sql {
     pub renew: SqlStr,
     pub release: SqlStr,
     pub fetch: SqlStr,
+    pub refetch: SqlStr,
     pub settle: SqlStr,
     pub pending: SqlStr,
     pub aside: SqlStr,
@@ -116,22 +130,11 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
-            // A lane's first row, whose size is the sum so far, comes however large it is.
-            // `cut`: the byte limit ends the lane here though a next row is known.
-            // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
-            fetch: safe(format!(
-                "SELECT o.lane, o.position, {MESSAGE}, \
-                    o.bytes + coalesce(o.next_size, 0) > $6 AS cut \
-                 FROM unnest($1::int[], $2::bigint[], $3::bigint[]) AS l(lane, token, floor) \
-                 JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
-                 CROSS JOIN LATERAL ( \
-                    SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
-                    FROM (SELECT * FROM {t}outbox o \
-                        WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($5::text[]) \
-                        ORDER BY o.position LIMIT $4) p \
-                    WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
-                 WHERE o.bytes <= $6 OR o.bytes = o.size \
-                 LIMIT $7"
+            fetch: safe(page(t, "true")),
+            // Of transactions that had ended when the page was read, below the floor: exactly what that view lacks.
+            refetch: safe(page(
+                t,
+                "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),
             // `held` locks the lanes against a change of hands until the end of this statement, and re-reads a row
             // that changed while it waited. The rows are deleted by ctid because a join on (lane, position) was seen
@@ -228,6 +231,35 @@ impl Sql {
             admin: AdminSql::new(t),
         }
     }
+}
+
+/// Reads lanes from their floors, at most so many rows and bytes each.
+///
+/// The one row without a lane says which view of the data this is, and since when the server runs, or nothing of a
+/// standby's. A lane's first row, whose size is the sum so far, comes however large it is. `cut`: the byte limit ends
+/// the lane here though a next row is known. The writing transaction is told of rows that should not be there: those up
+/// to the position that was `known` to be settled.
+fn page(t: &str, condition: &str) -> String {
+    let nothing = MESSAGE_TYPES.map(|sql| format!("NULL::{sql}")).join(", ");
+    format!(
+        "SELECT NULL::int, NULL::bigint, {nothing}, NULL::int, NULL::bool, NULL::text, \
+            pg_current_snapshot()::text, \
+            CASE WHEN NOT pg_is_in_recovery() THEN pg_postmaster_start_time() END \
+         UNION ALL \
+         SELECT o.lane, o.position, {MESSAGE}, o.size, o.bytes + coalesce(o.next_size, 0) > l.bytes_max, \
+            CASE WHEN o.position <= l.known THEN o.xid::text END, NULL, NULL \
+         FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[]) \
+            AS l(lane, token, floor, known, rows_max, bytes_max) \
+         JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
+         CROSS JOIN LATERAL ( \
+            SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
+            FROM (SELECT * FROM {t}outbox o \
+                WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($7::text[]) \
+                    AND {condition} \
+                ORDER BY o.position LIMIT l.rows_max) p \
+            WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
+         WHERE o.bytes <= l.bytes_max OR o.bytes = o.size"
+    )
 }
 
 /// Safe because [`Prefix`] is: nothing else that a caller chose is in the text. Shared, so that a use costs no copy.

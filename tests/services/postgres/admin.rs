@@ -56,7 +56,8 @@ async fn the_horizon_names_who_holds_it_and_for_how_long() {
     assert_eq!(first.pid.map(i64::from), Some(pid));
     assert_eq!(first.state.as_deref(), Some("idle in transaction"));
     assert!(first.age.unwrap() >= Duration::from_millis(20));
-    assert!(first.transactions > holders[1].transactions);
+    // Equal where another database's transaction is older than both.
+    assert!(first.transactions >= holders[1].transactions);
     assert_eq!(h.store.horizon(1).await.unwrap().holders.len(), 1);
     drop((quiet, old, writer));
 }
@@ -72,7 +73,7 @@ async fn the_horizon_counts_the_dead_rows_of_our_tables() {
     h.terminate_others().await;
     let table = loop {
         let horizon = h.store.horizon(10).await.unwrap();
-        assert_eq!(horizon.tables.len(), 5);
+        assert_eq!(horizon.tables.len(), 6);
         let table = horizon.tables.into_iter().next().unwrap();
         if table.dead > 0 {
             break table;
@@ -132,7 +133,7 @@ async fn the_documented_rights_of_an_operator_are_enough() {
         operator.depth(10, 10).await.unwrap().destinations[0].pending,
         1
     );
-    assert_eq!(operator.horizon(10).await.unwrap().tables.len(), 5);
+    assert_eq!(operator.horizon(10).await.unwrap().tables.len(), 6);
     drop_role(&h, &operator).await;
 }
 

@@ -2,10 +2,13 @@
 
 mod admin;
 mod behaviour;
+mod floor;
+mod floor_load;
 mod trouble;
 
 use std::time::Duration;
 
+use relaybox::store::OutboxStore;
 use relaybox::store::postgres::PostgresStore;
 use relaybox_testcontainers::shared_postgres;
 use sqlx::postgres::{PgPool, PgPoolOptions};
@@ -60,6 +63,18 @@ impl Postgres {
         // What this session counted so far is to be in the statistics too.
         let flush = "SELECT pg_stat_force_next_flush()";
         assert!(Self::execute(&mut connection, flush).await);
+    }
+}
+
+/// Makes all connections that a relay's pool may have, because a new one later on makes readers forget their floors.
+pub async fn fill_relay_pool(store: &PostgresStore) {
+    for _ in 0..2 {
+        let ask =
+            |store: PostgresStore| tokio::spawn(async move { store.pending(1).await.is_ok() });
+        let asked: Vec<_> = (0..8).map(|_| ask(store.clone())).collect();
+        for answer in asked {
+            answer.await.unwrap();
+        }
     }
 }
 
