@@ -29,7 +29,7 @@ fn a_bank_under_trouble_loses_doubles_and_disorders_nothing() {
     assert_eq!(counts["seed"], seed);
     let count = |name: &str| -> u64 { counts[name].parse().unwrap() };
     // The verdict says something: there was work, and some of it failed.
-    assert!(count("committed") > 100);
+    assert!(count("committed") > 50);
     assert!(count("retried") > 0);
     assert_eq!(count("committed"), count("applied") + count("dead"));
 }

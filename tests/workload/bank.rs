@@ -10,6 +10,7 @@ pub const ACCOUNTS: i64 = 24;
 /// What every account has at the bank and in the replica before the first transfer.
 pub const OPENING: i64 = 1_000;
 pub const TOPIC: &str = "transfers";
+pub const PARTITIONS: u16 = 4;
 pub const CONSUMER: &str = "ledger";
 /// Delays of the ladder in seconds.
 pub const RUNGS: [u64; 2] = [1, 2];
@@ -208,7 +209,7 @@ impl Fate {
 /// How long a handler works on a message with its transaction open, so that trouble finds it there.
 pub fn effort(id: &str) -> Duration {
     match mixed(&format!("effort {id}")) {
-        roll if roll % 8 == 0 => Duration::from_millis(10 + roll / 8 % 70),
+        roll if roll % 4 == 0 => Duration::from_millis(10 + roll / 4 % 70),
         _ => Duration::ZERO,
     }
 }

@@ -1,100 +1,10 @@
 //! Judges a history: a pure function from facts to a verdict. Each rule was seen failing in `proofs`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fmt;
 
 use super::bank::{CONSUMER, End, Fate, TOPIC};
-use super::history::{Account, Committed, Facts};
-
-/// What can be wrong.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Rule {
-    /// Committed and not published, or neither applied nor dead.
-    Lost,
-    /// Published, attempted, applied or dead, and never committed.
-    Invented,
-    /// An effect twice, or an effect and a dead letter.
-    Doubled,
-    /// First appearances on the topic, or first attempts, against the order of an account's versions.
-    Disordered,
-    /// Balances that the recorded changes do not explain.
-    Total,
-    /// More copies on the topic than the disturbances explain.
-    Repeated,
-    /// Other bytes than were committed.
-    Changed,
-    /// Another end than the message's own: failures counted that were an outage's, a wrong reason, a letter without its
-    /// story.
-    Misjudged,
-    /// Something is still on its way.
-    Left,
-    /// A process ended by itself or did not end when told to.
-    Fault,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Violation {
-    pub rule: Rule,
-    pub text: String,
-}
-
-/// The counts of a run and everything that is wrong with it.
-#[derive(Debug)]
-pub struct Verdict {
-    seed: u64,
-    transfers: usize,
-    committed: usize,
-    published: usize,
-    duplicates: usize,
-    duplicates_max: u64,
-    applied: usize,
-    dead: usize,
-    retried: usize,
-    /// Effects that came after a later one of their account though neither message ever failed. Not promised: a
-    /// consumer that stalls with its transaction open may let it happen.
-    overtaken: usize,
-    pub violations: Vec<Violation>,
-}
-
-impl Verdict {
-    fn count(&self, rule: Rule) -> usize {
-        let of_rule = self.violations.iter().filter(|v| v.rule == rule);
-        of_rule.count()
-    }
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let total = match self.count(Rule::Total) {
-            0 => "ok",
-            _ => "wrong",
-        };
-        write!(
-            f,
-            "seed={} transfers={} committed={} published={} duplicates={} duplicates_max={} applied={} dead={} retried={} overtaken={} \
-             lost={} invented={} doubled={} disordered={} repeated={} changed={} misjudged={} left={} faults={} total={total}",
-            self.seed,
-            self.transfers,
-            self.committed,
-            self.published,
-            self.duplicates,
-            self.duplicates_max,
-            self.applied,
-            self.dead,
-            self.retried,
-            self.overtaken,
-            self.count(Rule::Lost),
-            self.count(Rule::Invented),
-            self.count(Rule::Doubled),
-            self.count(Rule::Disordered),
-            self.count(Rule::Repeated),
-            self.count(Rule::Changed),
-            self.count(Rule::Misjudged),
-            self.count(Rule::Left),
-            self.count(Rule::Fault),
-        )
-    }
-}
+use super::history::{Account, Committed, Facts, Record};
+use super::verdict::{Rule, Verdict, Violation};
 
 pub fn check(facts: &Facts) -> Verdict {
     let mut checker = Checker {
@@ -112,7 +22,7 @@ pub fn check(facts: &Facts) -> Verdict {
     checker.order_of_attempts();
     checker.bytes();
     checker.totals();
-    checker.copies();
+    let (duplicates, bursts) = checker.copies();
     checker.rest();
     let overtaken = checker.overtaken();
     let violations = checker.violations;
@@ -128,8 +38,9 @@ pub fn check(facts: &Facts) -> Verdict {
             .len(),
         committed: facts.committed.len(),
         published,
-        duplicates: facts.wire.len() - published,
-        duplicates_max: facts.disturbed.duplicates_max(),
+        duplicates,
+        bursts,
+        disturbed: facts.disturbed,
         applied: facts.applied.len(),
         dead: ids(facts.dead.iter().map(|d| &d.message_id)).len(),
         retried: ids(retried.map(|a| &a.message_id)).len(),
@@ -235,8 +146,7 @@ impl<'a> Checker<'a> {
     }
 
     fn order_on_topic(&mut self) {
-        let mut records: Vec<_> = self.facts.wire.iter().collect();
-        records.sort_by_key(|record| (record.partition, record.offset));
+        let records = self.on_topic();
         let mut home: HashMap<i64, i32> = HashMap::new();
         for record in &records {
             let Some(committed) = self.committed.get(record.message_id.as_str()) else {
@@ -369,16 +279,39 @@ impl<'a> Checker<'a> {
         }
     }
 
-    fn copies(&mut self) {
-        let distinct = ids(self.facts.wire.iter().map(|r| &r.message_id)).len();
-        let copies = self.facts.wire.len() - distinct;
-        let most = self.facts.disturbed.duplicates_max();
-        if u64::try_from(copies).is_ok_and(|copies| copies > most) {
-            self.complain(
-                Rule::Repeated,
-                format!("{copies} copies on the topic, at most {most}"),
-            );
+    /// Copies on the topic are explained by what was disturbed: in number, and in the blocks they come in. Two relays
+    /// that went on sending the same rows would leave many small blocks.
+    fn copies(&mut self) -> (usize, usize) {
+        let mut seen = HashSet::new();
+        let mut before = None;
+        let (mut copies, mut bursts) = (0, 0);
+        for record in self.on_topic() {
+            let is_copy = !seen.insert(record.message_id.as_str());
+            if is_copy {
+                copies += 1;
+                bursts += usize::from(before != Some((record.partition, true)));
+            }
+            before = Some((record.partition, is_copy));
         }
+        let disturbed = self.facts.disturbed;
+        let bounds = [
+            ("copies", copies, disturbed.duplicates_max()),
+            ("blocks of copies", bursts, disturbed.bursts_max()),
+        ];
+        for (what, count, most) in bounds {
+            if u64::try_from(count).is_ok_and(|count| count > most) {
+                let text = format!("{count} {what} on the topic, at most {most}");
+                self.complain(Rule::Repeated, text);
+            }
+        }
+        (copies, bursts)
+    }
+
+    /// The topic's records, partition by partition.
+    fn on_topic(&self) -> Vec<&'a Record> {
+        let mut records: Vec<_> = self.facts.wire.iter().collect();
+        records.sort_by_key(|record| (record.partition, record.offset));
+        records
     }
 
     fn rest(&mut self) {

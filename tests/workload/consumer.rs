@@ -44,6 +44,8 @@ async fn try_to_handle(
     .bind(change.delta)
     .execute(&mut *db)
     .await?;
+    // Between two statements, so that the second one meets what happened meanwhile.
+    tokio::time::sleep(bank::effort(message.id.as_str())).await;
     sqlx::query(
         "INSERT INTO replica.applied (message_id, account, version, retries, digest) VALUES ($1, $2, $3, $4, $5)",
     )
@@ -54,7 +56,6 @@ async fn try_to_handle(
     .bind(digest(message))
     .execute(&mut *db)
     .await?;
-    tokio::time::sleep(bank::effort(message.id.as_str())).await;
     let nonsense = "SELECT 1 / 0";
     Ok(match Fate::of(message.id.as_str()).trouble(retries) {
         None => Outcome::Done,

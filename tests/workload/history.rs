@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use sqlx::FromRow;
 use sqlx::postgres::{PgPool, PgRow};
 
-use super::bank::{CONSUMER, TOPIC, digest};
+use super::bank::{CONSUMER, PARTITIONS, TOPIC, digest};
 use super::world::{self, Anyhow, World};
 
 /// Everything that was recorded in a run.
@@ -134,7 +134,16 @@ pub struct Disturbed {
 impl Disturbed {
     /// Most copies beyond the first that the topic may hold.
     pub fn duplicates_max(self) -> u64 {
-        self.batch * (self.relays + self.servers * self.relay_count)
+        self.batch * self.batches()
+    }
+
+    /// Most blocks that those copies may come in: a batch that is sent again is one block in every partition.
+    pub fn bursts_max(self) -> u64 {
+        u64::from(PARTITIONS) * self.batches()
+    }
+
+    fn batches(self) -> u64 {
+        self.relays + self.servers * self.relay_count
     }
 }
 

@@ -24,6 +24,7 @@ mod history;
 mod nemesis;
 mod processes;
 mod run;
+mod verdict;
 mod world;
 mod writer;
 

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use super::world::{Anyhow, KAFKA, POSTGRES};
 
 /// How long a role may take to end after SIGTERM.
 const STOP_WITHIN: Duration = Duration::from_secs(60);
+const SIGTERM: i32 = 15;
 /// How often a process is asked whether it has ended.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -148,7 +150,9 @@ impl Fleet {
             };
             let ended = loop {
                 if let Some(status) = child.try_wait()? {
-                    break status.success().then_some(()).ok_or(status.to_string());
+                    // One that has just been started may not listen yet, and simply ends.
+                    let good = status.success() || status.signal() == Some(SIGTERM);
+                    break good.then_some(()).ok_or(status.to_string());
                 }
                 if Instant::now() > deadline {
                     child.kill()?;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::bank::id_of;
-use crate::history::{Applied, Attempt, Dead, Disturbed, Left, Record};
+use crate::history::{Applied, Attempt, Dead, Disturbed, Left};
 
 const SEED: u64 = 7;
 const OPENING: i64 = 100;
@@ -153,7 +153,7 @@ fn a_good_history_has_a_plain_line() {
     let line = check(&good()).to_string();
     assert_eq!(
         line,
-        "seed=7 transfers=6 committed=6 published=6 duplicates=0 duplicates_max=0 applied=5 dead=1 retried=2 overtaken=0 lost=0 \
+        "seed=7 transfers=6 committed=6 published=6 duplicates=0/0 bursts=0/0 applied=5 dead=1 retried=2 overtaken=0 lost=0 \
          invented=0 doubled=0 disordered=0 repeated=0 changed=0 misjudged=0 left=0 faults=0 total=ok"
     );
 }
@@ -294,6 +294,34 @@ fn copies_are_bounded_by_what_was_disturbed() {
         facts.disturbed = disturbed;
     };
     assert_eq!(broken(explained), []);
+    // One batch of a hundred may come again, but not in a hundred blocks.
+    let scattered = |facts: &mut Facts| {
+        facts.disturbed = Disturbed {
+            relays: 1,
+            servers: 0,
+            relay_count: 1,
+            batch: 100,
+        };
+        let records = facts.wire.clone();
+        for (record, offset) in records.iter().cycle().zip(0..40) {
+            let mut copy = record.clone();
+            (copy.partition, copy.offset) = (record.partition, 10 + offset * 2);
+            facts.wire.push(copy);
+        }
+        for offset in 0..40 {
+            let message_id = format!("filler-{offset}");
+            let mut fresh = facts.committed[0].clone();
+            (fresh.message_id, fresh.account) = (message_id.clone(), 100 + offset);
+            facts.committed.push(fresh);
+            facts.wire.push(Record {
+                partition: i32::from(offset % 6 >= 3),
+                offset: 11 + offset * 2,
+                message_id,
+                digest: 1,
+            });
+        }
+    };
+    assert!(broken(scattered).contains(&Rule::Repeated));
 }
 
 #[test]

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use relaybox_testcontainers::{Kafka, KafkaOptions, Postgres, PostgresOptions};
 
 use super::arguments::Arguments;
-use super::checker::{Verdict, check};
+use super::checker::check;
 use super::history::{Disturbed, Facts, Left};
 use super::nemesis::{Diary, Step, Target, plan, trouble_processes, trouble_servers};
 use super::processes::{self, Fleet, Setting};
+use super::verdict::Verdict;
 use super::world::{Anyhow, World};
 
 /// Violations that are printed.

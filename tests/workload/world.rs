@@ -105,6 +105,10 @@ impl World {
         }
         self.bank.migrate().await?;
         self.replica.migrate().await?;
-        Ok(self.kafka().await?.create_topic(bank::TOPIC, 4).await?)
+        Ok(self
+            .kafka()
+            .await?
+            .create_topic(bank::TOPIC, bank::PARTITIONS)
+            .await?)
     }
 }
