@@ -407,7 +407,6 @@ mod tests {
             &sql.lease,
             &sql.renew,
             &sql.release,
-            &sql.fetch,
             &sql.settle,
         ] {
             let text = text.as_str();
