@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use time::OffsetDateTime;
 
-use crate::clock::{from_rfc3339, to_micros, to_rfc3339};
+use crate::clock::{from_rfc3339, to_rfc3339};
 use crate::headers::{self, Headers};
 use crate::message::{Message, MessageId, TraceContext};
 use crate::story::{Origin, Reason, Story};
@@ -146,23 +146,23 @@ impl Received {
             // A state without its parent is no trace context, but still the sender's bytes.
             rest.push(headers::TRACE_STATE, state);
         }
-        let coordinates = self.coordinates.to_string();
-        let mut message = Message::new(
+        let id_missing = fields.id.is_none();
+        let id = fields.id.unwrap_or_else(|| self.coordinates.to_string());
+        let mut message = Message::existing(
+            MessageId::new(id),
             self.coordinates.topic,
             fields.event_type.unwrap_or_default(),
+            fields.occurred_at.unwrap_or(self.timestamp),
         );
         message.key = self.key;
         message.payload = self.payload;
         message.headers = rest;
         message.content_type = fields.content_type;
         message.version = fields.version;
-        message.occurred_at = to_micros(fields.occurred_at.unwrap_or(self.timestamp));
         message.trace = fields.trace_parent.map(|parent| TraceContext {
             parent,
             state: fields.trace_state,
         });
-        let id_missing = fields.id.is_none();
-        message.id = MessageId::new(fields.id.unwrap_or(coordinates));
         let mut story = fields.story;
         story.origin = fields.original_topic.map(|topic| Origin {
             topic,

@@ -106,15 +106,31 @@ pub struct Message {
 impl Message {
     /// A message with a new id, no key, no headers and no payload, that occurred now.
     pub fn new(destination: impl Into<String>, event_type: impl Into<String>) -> Self {
+        Self::existing(
+            MessageId::generate(),
+            destination.into(),
+            event_type.into(),
+            OffsetDateTime::now_utc(),
+        )
+    }
+
+    /// A message that was made elsewhere or earlier: neither a new id nor the clock is asked for, which would be most of
+    /// the cost of reading one.
+    pub(crate) fn existing(
+        id: MessageId,
+        destination: String,
+        event_type: String,
+        occurred_at: OffsetDateTime,
+    ) -> Self {
         Self {
-            id: MessageId::generate(),
-            destination: destination.into(),
+            id,
+            destination,
             key: None,
-            event_type: event_type.into(),
+            event_type,
             content_type: None,
             headers: Headers::new(),
             payload: None,
-            occurred_at: to_micros(OffsetDateTime::now_utc()),
+            occurred_at: to_micros(occurred_at),
             version: None,
             trace: None,
         }

@@ -2,6 +2,7 @@
 //!
 //! ```sh
 //! cargo bench -p relaybox-testcontainers --bench relay                # the whole report, some minutes
+//! cargo bench -p relaybox-testcontainers --bench relay -- drain      # one row only: drain, kafka or enqueue
 //! cargo bench -p relaybox-testcontainers --bench relay -- --smoke    # a few seconds: does it still run?
 //! ```
 //!
@@ -46,6 +47,10 @@ pub struct Size {
 
 #[tokio::main]
 async fn main() {
+    // `RUST_LOG=sqlx::query=debug,relaybox=debug` shows where the time goes.
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .init();
     let smoke = std::env::args().any(|word| word == "--smoke");
     let size = if smoke {
         Size {
@@ -71,8 +76,19 @@ async fn main() {
         tokio::try_join!(Postgres::start_with(options), Kafka::start()).unwrap();
     let mut report = Report::new(&postgres, smoke).await;
     let backlog = Backlog::new(&postgres).await;
-    drain::measure(&mut report, &backlog, size).await;
-    kafka::measure(&mut report, &backlog, &kafka, size).await;
-    enqueue::measure(&mut report, &backlog, size).await;
+    let named: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|word| !word.starts_with('-'))
+        .collect();
+    let wanted = |row: &str| named.is_empty() || named.iter().any(|name| name == row);
+    if wanted("drain") {
+        drain::measure(&mut report, &backlog, size).await;
+    }
+    if wanted("kafka") {
+        kafka::measure(&mut report, &backlog, &kafka, size).await;
+    }
+    if wanted("enqueue") {
+        enqueue::measure(&mut report, &backlog, size).await;
+    }
     report.print();
 }

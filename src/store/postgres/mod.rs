@@ -243,7 +243,8 @@ fn read_message(row: &PgRow, first: usize) -> Result<Message> {
         let destination: String = row.try_get(first + 1)?;
         let event_type: String = row.try_get(first + 3)?;
         let id: String = row.try_get(first)?;
-        let mut message = Message::new(destination, event_type).with_id(id);
+        let occurred_at: OffsetDateTime = row.try_get(first + 8)?;
+        let mut message = Message::existing(id.into(), destination, event_type, occurred_at);
         message.key = row
             .try_get::<Option<Vec<u8>>, _>(first + 2)?
             .map(Into::into);
@@ -252,7 +253,6 @@ fn read_message(row: &PgRow, first: usize) -> Result<Message> {
             .try_get::<Option<Vec<u8>>, _>(first + 6)?
             .map(Into::into);
         message.version = row.try_get(first + 7)?;
-        message.occurred_at = row.try_get::<OffsetDateTime, _>(first + 8)?;
         Ok(message)
     };
     let unreadable = |e| error::of_statement("read message", e);

@@ -132,11 +132,13 @@ impl fmt::Debug for SqliteStore {
 
 /// Reads the columns of `sql::MESSAGE`, of which the first has number `first`.
 fn read_message(row: &SqliteRow, first: usize) -> Result<Message> {
+    let unreadable = |e| error::of_statement("read message", e);
+    let occurred_at = instant(row.try_get(first + 8).map_err(unreadable)?)?;
     let read = || -> Result<Message, sqlx::Error> {
         let destination: String = row.try_get(first + 1)?;
         let event_type: String = row.try_get(first + 3)?;
         let id: String = row.try_get(first)?;
-        let mut message = Message::new(destination, event_type).with_id(id);
+        let mut message = Message::existing(id.into(), destination, event_type, occurred_at);
         message.key = row
             .try_get::<Option<Vec<u8>>, _>(first + 2)?
             .map(Into::into);
@@ -147,9 +149,7 @@ fn read_message(row: &SqliteRow, first: usize) -> Result<Message> {
         message.version = row.try_get(first + 7)?;
         Ok(message)
     };
-    let unreadable = |e| error::of_statement("read message", e);
     let mut message = read().map_err(unreadable)?;
-    message.occurred_at = instant(row.try_get(first + 8).map_err(unreadable)?)?;
     let headers: Option<&str> = row.try_get(first + 5).map_err(unreadable)?;
     header_codec::decode(headers, &mut message)?;
     Ok(message)
