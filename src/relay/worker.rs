@@ -192,8 +192,14 @@ impl Worker {
         }
         if let Some(error) = &broker {
             warn!(worker = self.index, %error, "broker in trouble; rows stay pending");
+            self.status.broker(Some(error));
+        } else if verdicts
+            .iter()
+            .any(|(.., verdict)| *verdict == Verdict::Confirmed)
+        {
+            // Only a message that got through shows that the trouble is over.
+            self.status.broker(None);
         }
-        self.status.broker(broker.as_ref());
         (verdicts, broker.is_some())
     }
 
