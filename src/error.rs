@@ -202,6 +202,18 @@ impl StdError for Error {
     }
 }
 
+/// Refuses a setting outside of `least..=most`.
+pub(crate) fn within(field: &'static str, value: usize, least: usize, most: usize) -> Result<()> {
+    if (least..=most).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::configuration(
+        field,
+        format!("{least} to {most}"),
+        value.to_string(),
+    ))
+}
+
 /// The longest prefix of `text` that fits `bytes_max` and ends on a character boundary.
 #[must_use]
 pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {

@@ -2,6 +2,8 @@
 
 use md5::{Digest, Md5};
 
+use crate::message::Message;
+
 /// Number of a lane, from 0.
 pub type Lane = i32;
 
@@ -16,6 +18,13 @@ pub const LANES: Lane = 16;
 pub fn lane_of(key: &[u8]) -> Lane {
     let digest = Md5::digest(key);
     Lane::from(u16::from_be_bytes([digest[0], digest[1]])) % LANES
+}
+
+/// The lane of a message: its key's, or its id's where it has none, so that messages without a key are spread.
+#[must_use]
+pub fn lane_of_message(message: &Message) -> Lane {
+    let id = message.id.as_str().as_bytes();
+    lane_of(message.key.as_deref().unwrap_or(id))
 }
 
 #[cfg(test)]

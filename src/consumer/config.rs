@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::TopologyMode;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, within};
 
 /// What happens to a message without a usable id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -116,14 +116,14 @@ impl ConsumerConfig {
 
     /// Refuses what would break a promise.
     pub(super) fn validate(&self, ladder: Duration) -> Result<()> {
-        at_least("concurrency", self.concurrency, 1, 10_000)?;
-        at_least(
+        within("concurrency", self.concurrency, 1, 10_000)?;
+        within(
             "in_flight_max",
             self.in_flight_max,
             self.concurrency,
             1_000_000,
         )?;
-        at_least(
+        within(
             "in_flight_bytes_max",
             self.in_flight_bytes_max,
             1,
@@ -145,17 +145,6 @@ impl ConsumerConfig {
         }
         Ok(())
     }
-}
-
-fn at_least(field: &'static str, value: usize, least: usize, most: usize) -> Result<()> {
-    if (least..=most).contains(&value) {
-        return Ok(());
-    }
-    Err(Error::configuration(
-        field,
-        format!("{least} to {most}"),
-        value.to_string(),
-    ))
 }
 
 /// What a consumer's name must look like: it becomes part of topic and queue names.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::PublisherCapabilities;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, within};
 
 /// Spare time between the publish deadline and the end of a lease, for the settling statement.
 pub(super) const LEASE_MARGIN: Duration = Duration::from_secs(1);
@@ -148,17 +148,6 @@ impl RelayConfig {
         }
         Ok(())
     }
-}
-
-fn within(field: &'static str, value: usize, least: usize, most: usize) -> Result<()> {
-    if (least..=most).contains(&value) {
-        return Ok(());
-    }
-    Err(Error::configuration(
-        field,
-        format!("{least} to {most}"),
-        value.to_string(),
-    ))
 }
 
 #[cfg(test)]

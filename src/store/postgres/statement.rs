@@ -4,7 +4,7 @@ use time::OffsetDateTime;
 
 use super::{PostgresStore, size};
 use crate::error::{Error, Result};
-use crate::lane::{Lane, lane_of};
+use crate::lane::{Lane, lane_of_message};
 use crate::message::Message;
 use crate::store::{EnqueueStatement, header_codec};
 
@@ -73,7 +73,7 @@ impl EnqueueStatement for PostgresStore {
         let all = || messages.iter();
         Ok(Statement {
             sql: self.sql.insert.as_str(),
-            lanes: all().map(lane).collect(),
+            lanes: all().map(lane_of_message).collect(),
             ids: all().map(|m| m.id.as_str()).collect(),
             destinations: all().map(|m| &*m.destination).collect(),
             keys: all().map(|m| m.key.as_deref()).collect(),
@@ -86,12 +86,6 @@ impl EnqueueStatement for PostgresStore {
             sizes: all().map(size).collect(),
         })
     }
-}
-
-/// Messages of a key share its lane; those without one are spread by their id.
-fn lane(message: &Message) -> Lane {
-    let id = message.id.as_str().as_bytes();
-    lane_of(message.key.as_deref().unwrap_or(id))
 }
 
 /// Refuses what a column cannot hold before it is sent: a failed statement would abort the caller's transaction.

@@ -9,7 +9,7 @@ use sqlx::{Connection, Row, SqliteConnection};
 use super::{SqliteStore, error, json, micros, read_message, size, sql};
 use crate::clock::unix_micros;
 use crate::error::{Error, Result};
-use crate::lane::{LANES, Lane, lane_of};
+use crate::lane::{LANES, Lane, lane_of_message};
 use crate::message::Message;
 use crate::store::header_codec::{self, without_nul};
 use crate::store::{
@@ -56,7 +56,7 @@ async fn insert_rows(
     let mut query = sqlx::query(store.sql.insert(messages.len())).persistent(messages.len() == 1);
     for message in messages {
         query = query
-            .bind(lane(message))
+            .bind(lane_of_message(message))
             .bind(message.id.as_str())
             .bind(&message.destination)
             .bind(message.key.as_deref())
@@ -70,12 +70,6 @@ async fn insert_rows(
     }
     query.execute(connection).await?;
     Ok(())
-}
-
-/// Messages of a key share its lane; those without one are spread by their id.
-fn lane(message: &Message) -> Lane {
-    let id = message.id.as_str().as_bytes();
-    lane_of(message.key.as_deref().unwrap_or(id))
 }
 
 /// Refuses what a text column does not keep whole.
