@@ -71,7 +71,7 @@ pub trait InboxStore: Send + Sync + 'static {
     /// there is none. Decided by code, never by text.
     fn kind_of(&self, error: &(dyn StdError + 'static)) -> Option<ErrorKind>;
 
-    /// Deletes up to `rows_max` of the consumer's records older than `age`, in a transaction of its own, and returns how
+    /// Deletes up to `rows_max` of the consumer's records at least `age` old, in its own transaction, and returns how
     /// many. Other consumers may have to remember theirs longer.
     fn clean_up(
         &self,

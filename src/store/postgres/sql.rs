@@ -214,7 +214,7 @@ impl Sql {
                 "DELETE FROM {t}inbox WHERE ctid = ANY (ARRAY( \
                     SELECT ctid FROM {t}inbox \
                     WHERE consumer = $3 \
-                        AND recorded_at < clock_timestamp() - $1::bigint * interval '1 microsecond' \
+                        AND recorded_at <= clock_timestamp() - $1::bigint * interval '1 microsecond' \
                     ORDER BY recorded_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
             )),
             put: safe(format!(

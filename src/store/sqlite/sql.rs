@@ -133,7 +133,7 @@ impl Sql {
             clean_up: safe(format!(
                 "DELETE FROM {t}inbox WHERE (consumer, message_id) IN ( \
                     SELECT consumer, message_id FROM {t}inbox \
-                    WHERE consumer = ?3 AND recorded_at < {NOW} - ?1 \
+                    WHERE consumer = ?3 AND recorded_at <= {NOW} - ?1 \
                     ORDER BY recorded_at LIMIT ?2)"
             )),
             put: safe(format!(
