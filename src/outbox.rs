@@ -1,5 +1,7 @@
 //! The outbox: a message becomes a row in the caller's own transaction.
 
+use std::time::Duration;
+
 use crate::broker::Publisher;
 use crate::error::Result;
 use crate::message::{Limits, Message};
@@ -58,6 +60,26 @@ impl<S: Enqueue> Outbox<S> {
             return Ok(());
         }
         self.store.insert(connection, messages).await
+    }
+
+    /// Enqueues messages that are not to be sent before `delay` has passed, by the database's clock.
+    ///
+    /// They are set aside until then (state `delayed`) and take their place in the outbox when they are due, late by a
+    /// second or so at most while a relay runs: in their keys' order they come behind what was enqueued meanwhile.
+    ///
+    /// # Errors
+    /// As [`enqueue_all`](Self::enqueue_all).
+    pub async fn enqueue_later(
+        &self,
+        connection: &mut S::Connection,
+        messages: &[Message],
+        delay: Duration,
+    ) -> Result<()> {
+        self.validate(messages)?;
+        if messages.is_empty() {
+            return Ok(());
+        }
+        self.store.insert_delayed(connection, messages, delay).await
     }
 
     /// The statement that [`enqueue_all`](Self::enqueue_all) would run, with its binds, for a service whose transactions

@@ -178,7 +178,7 @@ async fn writers_and_a_relay_on_one_file_never_see_busy() {
                 verdicts: page
                     .rows
                     .iter()
-                    .map(|row| (row.lane, row.position, relaybox::store::Verdict::Confirmed))
+                    .map(|row| (row.place, relaybox::store::Verdict::Confirmed))
                     .collect(),
             };
             confirmed += reader.settle(&batch).await.unwrap().applied;
@@ -207,7 +207,7 @@ async fn positions_are_never_used_twice() {
     let mut last = 0;
     for _ in 0..3 {
         enqueue::<Sqlite>(&store, &[Message::new("d", "T")]).await;
-        let position = pending(&store).await.rows[0].position;
+        let position = pending(&store).await.rows[0].place.position;
         assert!(position > last);
         last = position;
         store

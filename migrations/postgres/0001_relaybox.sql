@@ -7,7 +7,8 @@ CREATE TABLE relaybox_outbox (
     position     bigint      GENERATED ALWAYS AS IDENTITY (CACHE 1 NO CYCLE),
     lane         int         NOT NULL CHECK (lane BETWEEN 0 AND 15),
     message_id   text        NOT NULL,
-    destination  text        NOT NULL,
+    -- An index over the rows set aside holds it.
+    destination  text        NOT NULL CHECK (octet_length(destination) <= 1024),
     key          bytea,
     event_type   text        NOT NULL,
     content_type text,
@@ -28,24 +29,54 @@ CREATE TABLE relaybox_outbox (
 );
 
 CREATE TABLE relaybox_outbox_aside (
-    position     bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    state        text        NOT NULL,
-    reason       text        NOT NULL,
-    error        text,
-    due_at       timestamptz,
-    attempts     int         NOT NULL DEFAULT 0,
-    set_aside_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    lane         int         NOT NULL CHECK (lane BETWEEN 0 AND 15),
-    message_id   text        NOT NULL,
-    destination  text        NOT NULL,
-    key          bytea,
-    event_type   text        NOT NULL,
-    content_type text,
-    headers      text,
-    payload      bytea,
-    size         int         NOT NULL,
-    version      bigint,
-    occurred_at  timestamptz NOT NULL
+    position        bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    state           text        NOT NULL
+        CHECK (state IN ('parked', 'blocking', 'held', 'waiting', 'delayed')),
+    reason          text        NOT NULL,
+    error           text,
+    scope           text        COLLATE "C",
+    outbox_position bigint,
+    due_at          timestamptz,
+    attempts        int         NOT NULL DEFAULT 0,
+    set_aside_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    lane            int         NOT NULL CHECK (lane BETWEEN 0 AND 15),
+    message_id      text        NOT NULL,
+    destination     text        COLLATE "C" NOT NULL CHECK (octet_length(destination) <= 1024),
+    key             bytea,
+    event_type      text        NOT NULL,
+    content_type    text,
+    headers         text,
+    payload         bytea,
+    size            int         NOT NULL,
+    version         bigint,
+    occurred_at     timestamptz NOT NULL
+) WITH (
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 10000
+);
+
+-- Without names, because an index lives in the schema of its table and may not name it. A key may be longer than an
+-- index allows, so its hash stands in.
+-- Finds the row of a verdict.
+CREATE INDEX ON relaybox_outbox_aside (lane, outbox_position);
+-- Finds what may go, destination by destination.
+CREATE INDEX ON relaybox_outbox_aside (lane, destination, outbox_position) WHERE state = 'waiting';
+-- Finds what is ahead in a scope and key.
+CREATE INDEX ON relaybox_outbox_aside (lane, md5(key), scope, outbox_position)
+    WHERE state IN ('waiting', 'held', 'blocking') AND key IS NOT NULL;
+-- ... and what blocks it.
+CREATE INDEX ON relaybox_outbox_aside (lane, md5(key), scope, outbox_position)
+    WHERE state IN ('held', 'blocking') AND key IS NOT NULL;
+-- Finds what is due.
+CREATE INDEX ON relaybox_outbox_aside (due_at) WHERE state = 'delayed';
+
+-- What an operator said about destinations.
+CREATE TABLE relaybox_outbox_destination (
+    destination text        COLLATE "C" PRIMARY KEY CHECK (octet_length(destination) <= 1024),
+    paused      boolean     NOT NULL DEFAULT false,
+    rate_max    int         CHECK (rate_max > 0),
+    because     text        NOT NULL,
+    changed_at  timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
 CREATE TABLE relaybox_outbox_lane (
@@ -81,7 +112,6 @@ CREATE TABLE relaybox_inbox (
     autovacuum_vacuum_threshold = 10000
 );
 
--- Without a name, because an index lives in the schema of its table and may not name it.
 CREATE INDEX ON relaybox_inbox (consumer, recorded_at);
 
 CREATE TABLE relaybox_dead_letter (

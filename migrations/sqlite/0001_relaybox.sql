@@ -20,24 +20,41 @@ CREATE TABLE relaybox_outbox (
 ) STRICT;
 
 CREATE TABLE relaybox_outbox_aside (
-    position     INTEGER PRIMARY KEY AUTOINCREMENT,
-    state        TEXT    NOT NULL,
-    reason       TEXT    NOT NULL,
-    error        TEXT,
-    due_at       INTEGER,
-    attempts     INTEGER NOT NULL DEFAULT 0,
-    set_aside_at INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
-    lane         INTEGER NOT NULL CHECK (lane BETWEEN 0 AND 15),
-    message_id   TEXT    NOT NULL,
-    destination  TEXT    NOT NULL,
-    key          BLOB,
-    event_type   TEXT    NOT NULL,
-    content_type TEXT,
-    headers      TEXT,
-    payload      BLOB,
-    size         INTEGER NOT NULL,
-    version      INTEGER,
-    occurred_at  INTEGER NOT NULL
+    position        INTEGER PRIMARY KEY AUTOINCREMENT,
+    state           TEXT    NOT NULL
+        CHECK (state IN ('parked', 'blocking', 'held', 'waiting', 'delayed')),
+    reason          TEXT    NOT NULL,
+    error           TEXT,
+    scope           TEXT,
+    outbox_position INTEGER,
+    due_at          INTEGER,
+    attempts        INTEGER NOT NULL DEFAULT 0,
+    set_aside_at    INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    lane            INTEGER NOT NULL CHECK (lane BETWEEN 0 AND 15),
+    message_id      TEXT    NOT NULL,
+    destination     TEXT    NOT NULL,
+    key             BLOB,
+    event_type      TEXT    NOT NULL,
+    content_type    TEXT,
+    headers         TEXT,
+    payload         BLOB,
+    size            INTEGER NOT NULL,
+    version         INTEGER,
+    occurred_at     INTEGER NOT NULL,
+    -- Only for their indexes: CREATE INDEX cannot follow a schema prefix. The row of a verdict and what may go; what is
+    -- ahead in a scope and key; what there is at all, and what is due.
+    UNIQUE (lane, outbox_position, position),
+    UNIQUE (lane, key, scope, outbox_position, position),
+    UNIQUE (state, due_at, position)
+) STRICT;
+
+-- What an operator said about destinations.
+CREATE TABLE relaybox_outbox_destination (
+    destination TEXT    PRIMARY KEY NOT NULL,
+    paused      INTEGER NOT NULL DEFAULT 0,
+    rate_max    INTEGER CHECK (rate_max > 0),
+    because     TEXT    NOT NULL,
+    changed_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER))
 ) STRICT;
 
 CREATE TABLE relaybox_outbox_lane (

@@ -1,5 +1,6 @@
 //! Settings of a relay, checked once at start.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::backoff::{DelayPolicy, Jitter};
@@ -12,6 +13,9 @@ pub(super) const LEASE_MARGIN: Duration = Duration::from_secs(1);
 /// The longest lease: how long the lanes of a relay that died could wait.
 const LEASE_MAX: Duration = Duration::from_secs(86_400);
 
+/// A shorter patience would take every broker for a slow one.
+const PATIENCE_MIN: Duration = Duration::from_millis(10);
+
 /// How a relay keeps order on a publisher whose failures leave gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OrderMode {
@@ -20,6 +24,32 @@ pub enum OrderMode {
     Strict,
     /// Everything pipelined; after a failure later messages of a key may be first.
     Relaxed,
+}
+
+/// What becomes of a key's later messages when one of them can never be sent.
+///
+/// In the scope of that message: what its destination orders together with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeadHead {
+    /// They go on; the dead one is parked.
+    #[default]
+    Skip,
+    /// They wait until an operator requeues the dead one (it then goes first) or discards it.
+    Hold,
+    /// They are parked with it, each for an operator. Requeued, they go in their order.
+    Park,
+}
+
+/// What becomes of a message whose destination is not there, or leads nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Unroutable {
+    /// It waits, with all others for that destination, and is tried again with growing pauses.
+    #[default]
+    Hold,
+    /// It is parked, as one that can never be sent.
+    Park,
+    /// It counts as sent: nobody wants it.
+    Accept,
 }
 
 /// Settings of a [`Relay`](super::Relay).
@@ -34,6 +64,10 @@ pub struct RelayConfig {
     pub(super) shutdown_deadline: Duration,
     pub(super) backoff: DelayPolicy,
     pub(super) order: OrderMode,
+    pub(super) dead_head: DeadHead,
+    pub(super) patience: Duration,
+    unroutable: Unroutable,
+    unroutable_at: BTreeMap<String, Unroutable>,
 }
 
 impl Default for RelayConfig {
@@ -50,6 +84,10 @@ impl Default for RelayConfig {
                 .with_jitter(Jitter::Equal)
                 .with_cap(Duration::from_secs(10)),
             order: OrderMode::Strict,
+            dead_head: DeadHead::Skip,
+            patience: Duration::from_secs(1),
+            unroutable: Unroutable::Hold,
+            unroutable_at: BTreeMap::new(),
         }
     }
 }
@@ -121,6 +159,40 @@ impl RelayConfig {
         self
     }
 
+    /// What becomes of a key's later messages when one of them can never be sent (default: they go on).
+    #[must_use]
+    pub fn with_dead_head(mut self, dead_head: DeadHead) -> Self {
+        self.dead_head = dead_head;
+        self
+    }
+
+    /// How long a batch waits for a destination that does not answer before it is settled without it (default 1 s).
+    /// Messages for that destination are then set aside until it answers, or the publisher's deadline has passed.
+    #[must_use]
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// What becomes of messages whose destination is not there, or leads nowhere (default: they wait).
+    #[must_use]
+    pub fn with_unroutable(mut self, rule: Unroutable) -> Self {
+        self.unroutable = rule;
+        self
+    }
+
+    /// The same for one destination.
+    #[must_use]
+    pub fn with_unroutable_at(mut self, destination: impl Into<String>, rule: Unroutable) -> Self {
+        self.unroutable_at.insert(destination.into(), rule);
+        self
+    }
+
+    pub(super) fn unroutable(&self, destination: &str) -> Unroutable {
+        let rule = self.unroutable_at.get(destination);
+        rule.copied().unwrap_or(self.unroutable)
+    }
+
     /// Refuses what would break a promise.
     pub(super) fn validate(&self, publisher: &PublisherCapabilities) -> Result<()> {
         within("name", self.name.len(), 1, 200)?;
@@ -137,6 +209,13 @@ impl RelayConfig {
                     "at least {least:?} (twice the publish deadline and a second), at most {LEASE_MAX:?}"
                 ),
                 format!("{:?}", self.lease),
+            ));
+        }
+        if self.patience < PATIENCE_MIN {
+            return Err(Error::configuration(
+                "patience",
+                format!("at least {PATIENCE_MIN:?}"),
+                format!("{:?}", self.patience),
             ));
         }
         if self.idle_poll_max < super::pace::IDLE_POLL_MIN {
@@ -177,6 +256,7 @@ mod tests {
         assert_eq!(refused(config().with_batch_rows_max(0)), "batch_rows_max");
         assert_eq!(refused(config().with_batch_bytes_max(0)), "batch_bytes_max");
         assert_eq!(refused(config().with_name("")), "name");
+        assert_eq!(refused(config().with_patience(Duration::ZERO)), "patience");
         assert_eq!(
             refused(config().with_idle_poll_max(Duration::ZERO)),
             "idle_poll_max"

@@ -26,7 +26,23 @@ struct Lanes {
     held: BTreeMap<Lane, Holding>,
     /// Lanes in a worker's hand. Kept apart from the leases, because a lease that was lost and gained again must not
     /// bring the lane to a second worker while the first still publishes what it read before.
-    busy: BTreeSet<Lane>,
+    busy: BTreeMap<Lane, Hand>,
+}
+
+/// Whose hand a lane is in, and by how many claims.
+#[derive(Debug)]
+struct Hand {
+    worker: usize,
+    claims: usize,
+}
+
+/// Puts the lane into the worker's hand once more, unless it is in another's.
+fn take(busy: &mut BTreeMap<Lane, Hand>, lane: Lane, worker: usize) -> bool {
+    let free = Hand { worker, claims: 0 };
+    let hand = busy.entry(lane).or_insert(free);
+    let ours = hand.worker == worker;
+    hand.claims += usize::from(ours);
+    ours
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -61,11 +77,12 @@ impl Held {
             .enumerate()
             .filter(|(place, holding)| place % workers == worker && holding.until > now + needed)
             .map(|(_, holding)| holding.lease)
-            .filter(|lease| busy.insert(lease.lane))
+            .filter(|lease| take(busy, lease.lane, worker))
             .collect();
         drop(lanes);
         Claim {
             held: self.clone(),
+            worker,
             leases,
         }
     }
@@ -116,7 +133,7 @@ impl Held {
         let working: Vec<_> = held
             .iter()
             .filter(|(_, holding)| !holding.leaving)
-            .map(|(lane, _)| match busy.contains(lane) {
+            .map(|(lane, _)| match busy.contains_key(lane) {
                 true => (*lane, Busy::Yes),
                 false => (*lane, Busy::No),
             })
@@ -134,7 +151,7 @@ impl Held {
         lanes
             .held
             .values()
-            .filter(|holding| holding.leaving && !lanes.busy.contains(&holding.lease.lane))
+            .filter(|holding| holding.leaving && !lanes.busy.contains_key(&holding.lease.lane))
             .map(|holding| holding.lease)
             .collect()
     }
@@ -152,10 +169,11 @@ impl Held {
     }
 }
 
-/// Lanes in a worker's hand, until it is dropped at the end of a cycle, however that ends.
+/// Lanes in a worker's hand, until it is dropped: at the end of a cycle, however that ends, or of a late publish.
 #[derive(Debug)]
 pub(super) struct Claim {
     held: Arc<Held>,
+    worker: usize,
     leases: Vec<Lease>,
 }
 
@@ -174,6 +192,24 @@ impl Claim {
         self.let_go(&others);
     }
 
+    /// A second claim to some of the lanes, for what stays on its way when this one ends.
+    pub(super) fn share(&self, wanted: &BTreeSet<Lane>) -> Self {
+        let leases = self.leases.iter().copied();
+        let leases: Vec<_> = leases
+            .filter(|lease| wanted.contains(&lease.lane))
+            .collect();
+        let mut lanes = self.held.lanes();
+        for lease in &leases {
+            take(&mut lanes.busy, lease.lane, self.worker);
+        }
+        drop(lanes);
+        Self {
+            held: self.held.clone(),
+            worker: self.worker,
+            leases,
+        }
+    }
+
     /// Whether what was read under the lease may still be published: it is ours for `needed` longer. A leaving lane is.
     pub(super) fn lasts(&self, lane: Lane, needed: Duration) -> bool {
         let until = Instant::now() + needed;
@@ -188,7 +224,13 @@ impl Claim {
         let mut lanes = self.held.lanes();
         let mut at_rest = false;
         for lease in leases {
-            lanes.busy.remove(&lease.lane);
+            if let Some(hand) = lanes.busy.get_mut(&lease.lane) {
+                hand.claims -= 1;
+                if hand.claims > 0 {
+                    continue;
+                }
+                lanes.busy.remove(&lease.lane);
+            }
             let holding = lanes.held.get(&lease.lane);
             at_rest |= holding.is_some_and(|holding| holding.leaving);
         }
@@ -249,16 +291,17 @@ mod tests {
 
     #[test]
     fn a_lane_lost_and_gained_again_waits_for_the_worker_of_before() {
-        let held = holding([4]);
-        let stale = held.claim(0, 1, NEEDED);
+        let held = holding([3, 4]);
+        let stale = held.claim(1, 2, NEEDED);
         assert!(stale.lasts(4, NEEDED));
-        held.renewed(&leases([4], 1), &[], Instant::now());
+        held.renewed(&leases([3, 4], 1), &[], Instant::now());
         assert!(!stale.lasts(4, NEEDED));
         held.add(&leases([4], 3), Instant::now() + 10 * NEEDED);
         assert!(!stale.lasts(4, NEEDED), "read under the old token");
-        assert!(held.claim(0, 1, NEEDED).leases().is_empty());
+        // Dealt to the other one now.
+        assert!(held.claim(0, 2, NEEDED).leases().is_empty());
         drop(stale);
-        assert_eq!(held.claim(0, 1, NEEDED).leases(), leases([4], 3));
+        assert_eq!(held.claim(0, 2, NEEDED).leases(), leases([4], 3));
     }
 
     #[test]
@@ -279,7 +322,7 @@ mod tests {
         assert!(claim.lasts(3, NEEDED), "what was read is finished");
         claim.keep_only(&BTreeSet::from([0, 3]));
         assert_eq!(held.drained(), leases([2], 1));
-        assert_eq!(lanes(&held.claim(0, 1, NEEDED)), [1]);
+        assert_eq!(lanes(&held.claim(0, 1, NEEDED)), [0, 1]);
         held.remove(&leases([2], 1));
         // A renewal brings nothing back to work.
         let asked = held.all();
@@ -287,6 +330,21 @@ mod tests {
         drop(claim);
         assert_eq!(held.drained(), leases([3], 1));
         assert_eq!(lanes(&held.claim(0, 1, NEEDED)), [0, 1]);
+    }
+
+    #[test]
+    fn a_lane_with_a_late_publish_stays_in_the_hand_of_its_worker() {
+        let held = holding([0, 2]);
+        let claim = held.claim(0, 1, NEEDED);
+        let late = claim.share(&BTreeSet::from([2]));
+        drop(claim);
+        assert_eq!(lanes(&late), [2]);
+        assert_eq!(lanes(&held.claim(0, 1, NEEDED)), [0, 2], "its own");
+        assert!(held.claim(1, 2, NEEDED).leases().is_empty(), "in another's");
+        held.give_up(2);
+        assert_eq!(held.drained(), leases([0], 1));
+        drop(late);
+        assert_eq!(held.drained(), leases([0, 2], 1));
     }
 
     #[tokio::test]

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::error::Result;
-use crate::store::{OutboxStore, Standing};
+use crate::store::{DestinationControl, OutboxStore, Standing};
 
 use super::held::Held;
 use super::share::decide;
@@ -21,6 +21,8 @@ pub(super) struct Keeper {
     pub(super) name: String,
     pub(super) duration: Duration,
     pub(super) held: Arc<Held>,
+    /// What operators say about destinations, for the workers.
+    pub(super) controls: watch::Sender<Arc<[DestinationControl]>>,
     pub(super) status: Arc<StatusBoard>,
 }
 
@@ -54,6 +56,12 @@ impl Keeper {
     /// Whether this relay found fewer free lanes than its share allows.
     async fn round(&self, beat: &mut Option<Instant>) -> Result<bool> {
         let standing = self.stand(beat).await?;
+        let controls = self.store.controls().await?;
+        self.controls.send_if_modified(|known| {
+            let changed = **known != *controls;
+            *known = controls.into();
+            changed
+        });
         let (working, leaving) = self.held.counts();
         let decision = decide(standing, working, leaving);
         self.held.give_up(decision.give);

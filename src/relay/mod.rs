@@ -5,13 +5,18 @@
 //! ends; one that only seemed dead finds its writes fenced off.
 
 mod config;
+mod delayed;
+mod destinations;
 mod held;
+mod judge;
+mod late;
 mod leases;
 mod pace;
 mod plan;
 mod publish;
 mod share;
 mod status;
+mod triage;
 mod worker;
 
 use std::future::Future;
@@ -24,12 +29,14 @@ use tracing::info;
 
 use crate::broker::Publisher;
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::OutboxStore;
+use crate::store::{DestinationControl, OutboxStore};
 
-pub use config::{OrderMode, RelayConfig};
+pub use config::{DeadHead, OrderMode, RelayConfig, Unroutable};
 pub use status::RelayStatus;
 
+use destinations::Destinations;
 use held::Held;
+use late::Late;
 use leases::Keeper;
 use status::StatusBoard;
 use worker::Worker;
@@ -86,10 +93,12 @@ impl Relay {
     pub async fn run_until(self, shutdown: impl Future<Output = ()> + Send) -> Result<()> {
         self.config.validate(&self.publisher.capabilities())?;
         self.store.check().await?;
+        // Before anything is sent: what is paused stays so over a restart.
+        let controls: Arc<[DestinationControl]> = self.store.controls().await?.into();
         let id = uuid::Uuid::now_v7().to_string();
         let (stop, stopped) = watch::channel(false);
         let held = Arc::new(Held::default());
-        let mut tasks = self.start(&id, &held, &stopped);
+        let mut tasks = self.start(&id, &held, controls, &stopped);
         info!(
             relay = self.config.name,
             workers = self.config.workers,
@@ -117,17 +126,26 @@ impl Relay {
         broken.map_or(Ok(()), Err)
     }
 
-    fn start(&self, id: &str, held: &Arc<Held>, stop: &watch::Receiver<bool>) -> JoinSet<()> {
+    fn start(
+        &self,
+        id: &str,
+        held: &Arc<Held>,
+        controls: Arc<[DestinationControl]>,
+        stop: &watch::Receiver<bool>,
+    ) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
+        let (controls, controlled) = watch::channel(controls);
         let keeper = Keeper {
             store: self.store.clone(),
             id: id.to_owned(),
             name: self.config.name.clone(),
             duration: self.config.lease,
             held: held.clone(),
+            controls,
             status: self.status.clone(),
         };
         tasks.spawn(keeper.run(stop.clone()));
+        tasks.spawn(delayed::release(self.store.clone(), stop.clone()));
         for index in 0..self.config.workers {
             let worker = Worker {
                 index,
@@ -136,6 +154,9 @@ impl Relay {
                 reader: self.store.reader(),
                 held: held.clone(),
                 status: self.status.clone(),
+                controls: controlled.clone(),
+                destinations: Destinations::new(self.config.backoff),
+                late: Late::default(),
             };
             tasks.spawn(worker.run(stop.clone()));
         }

@@ -6,33 +6,37 @@ use bytes::Bytes;
 
 use crate::broker::PublisherOrder;
 use crate::envelope::Outgoing;
-use crate::lane::Lane;
-use crate::store::PendingMessage;
+use crate::store::{PendingMessage, Place};
 
 use super::config::OrderMode;
 
-/// A row's place in the outbox.
-pub(super) type Place = (Lane, i64);
-
-/// Messages of one scope in the order of the outbox. Groups are independent of each other.
-#[derive(Debug, Default)]
+/// Messages of one scope in the order in which they go out. Groups are independent of each other.
+#[derive(Debug)]
 pub(super) struct Group {
+    pub(super) scope: String,
     pub(super) places: Vec<Place>,
     pub(super) messages: Vec<Outgoing>,
 }
 
 /// Splits a page into groups by scope, each in page order.
-pub(super) fn groups(rows: Vec<PendingMessage>, scope: impl Fn(&str) -> String) -> Vec<Group> {
+pub(super) fn groups(
+    rows: Vec<PendingMessage>,
+    scope: impl for<'d> Fn(&'d str) -> &'d str,
+) -> Vec<Group> {
     let mut index: HashMap<String, usize> = HashMap::new();
     let mut groups: Vec<Group> = Vec::new();
     for row in rows {
-        let at = *index
-            .entry(scope(&row.message.destination))
-            .or_insert_with(|| {
-                groups.push(Group::default());
-                groups.len() - 1
+        let scope = scope(&row.message.destination);
+        let at = index.get(scope).copied().unwrap_or_else(|| {
+            index.insert(scope.to_owned(), groups.len());
+            groups.push(Group {
+                scope: scope.to_owned(),
+                places: Vec::new(),
+                messages: Vec::new(),
             });
-        groups[at].places.push((row.lane, row.position));
+            groups.len() - 1
+        });
+        groups[at].places.push(row.place);
         groups[at].messages.push(row.message.into());
     }
     groups
@@ -99,9 +103,9 @@ mod tests {
         let mut message = Message::new(destination, "T");
         message.key = key.map(|k| Bytes::copy_from_slice(k.as_bytes()));
         PendingMessage {
-            lane: 0,
-            position,
+            place: Place::pending(0, position),
             message,
+            ahead: Vec::new(),
         }
     }
 
@@ -112,9 +116,11 @@ mod tests {
             row(2, "b/x", None),
             row(3, "a/y", None),
         ];
-        let scope = |destination: &str| destination[..1].to_owned();
-        let places: Vec<_> = groups(rows, scope).into_iter().map(|g| g.places).collect();
-        assert_eq!(places, [vec![(0, 1), (0, 3)], vec![(0, 2)]]);
+        let scoped = groups(rows, |destination| &destination[..1]).into_iter();
+        let scoped: Vec<_> = scoped.map(|group| (group.scope, group.places)).collect();
+        let place = |position| Place::pending(0, position);
+        let a = ("a".to_owned(), vec![place(1), place(3)]);
+        assert_eq!(scoped, [a, ("b".to_owned(), vec![place(2)])]);
     }
 
     #[test]
@@ -128,7 +134,7 @@ mod tests {
             row(6, "t", Some("j")),
             row(7, "t", None),
         ];
-        let group = groups(rows, str::to_owned).remove(0);
+        let group = groups(rows, |destination| destination).remove(0);
         let mut waves = Waves::new(&group);
         assert_eq!(waves.next(&group), [0, 1, 3, 6]);
         waves.stop(Some(&Bytes::from_static(b"j")));

@@ -1,89 +1,95 @@
-//! Publishing a page: every scope side by side, each in its order, all under one deadline.
+//! Publishing a page: every scope side by side, each in its order, and none waiting long for another.
 
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use futures_util::stream;
+use futures_util::future::{BoxFuture, FutureExt};
+use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, timeout_at};
 
 use crate::broker::{FailureScope, PublishOutcome, Publisher, Stored};
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind};
-use crate::store::PendingMessage;
 
 use super::config::OrderMode;
-use super::plan::{Group, Place, Waves, groups, needs_waves};
+use super::plan::{Group, Waves, needs_waves};
 
-/// Scopes published side by side at most.
-const SCOPES_MAX: usize = 64;
+/// What became of the messages of a group; `None`: not tried.
+pub(super) type Outcomes = Vec<Option<PublishOutcome>>;
 
-/// What became of one row.
-#[derive(Debug)]
-pub(super) struct Published {
-    pub(super) place: Place,
-    pub(super) destination: String,
-    pub(super) outcome: PublishOutcome,
+/// A group on its way.
+pub(super) struct Publishing {
+    pub(super) group: Arc<Group>,
+    run: BoxFuture<'static, Outcomes>,
 }
 
-/// Publishes the rows and returns what is known of them. Rows that were not tried are absent.
+impl Future for Publishing {
+    type Output = (Arc<Group>, Outcomes);
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let outcomes = ready!(self.run.poll_unpin(context));
+        Poll::Ready((self.group.clone(), outcomes))
+    }
+}
+
+/// Publishes the groups side by side, and waits until all are finished, or `patience` has passed. Returns those that are
+/// finished, and those that are not: they end at the publisher's deadline.
 pub(super) async fn publish(
-    publisher: &dyn Publisher,
-    rows: Vec<PendingMessage>,
+    publisher: &Arc<dyn Publisher>,
+    groups: Vec<Group>,
     mode: OrderMode,
-    deadline: Duration,
-) -> Vec<Published> {
-    let deadline = Instant::now() + deadline;
-    let waves = needs_waves(publisher.capabilities().order, mode);
-    let groups = groups(rows, |destination| publisher.scope(destination).to_owned());
-    let results: Vec<Vec<Published>> = stream::iter(groups)
-        .map(|group| publish_group(publisher, group, waves, deadline))
-        .buffer_unordered(SCOPES_MAX)
-        .collect()
-        .await;
-    results.into_iter().flatten().collect()
+    patience: Duration,
+) -> (Vec<(Arc<Group>, Outcomes)>, Vec<Publishing>) {
+    let capabilities = publisher.capabilities();
+    let deadline = Instant::now() + capabilities.publish_deadline;
+    let in_waves = needs_waves(capabilities.order, mode);
+    let start = |group: Group| {
+        let (publisher, group) = (publisher.clone(), Arc::new(group));
+        Publishing {
+            group: group.clone(),
+            run: async move { publish_group(&*publisher, &group, in_waves, deadline).await }
+                .boxed(),
+        }
+    };
+    let mut running: FuturesUnordered<Publishing> = groups.into_iter().map(start).collect();
+    let mut finished = Vec::with_capacity(running.len());
+    let patience_ends = Instant::now() + patience;
+    while let Ok(Some(group)) = timeout_at(patience_ends, running.next()).await {
+        finished.push(group);
+    }
+    (finished, running.into_iter().collect())
 }
 
 async fn publish_group(
     publisher: &dyn Publisher,
-    group: Group,
+    group: &Group,
     in_waves: bool,
     deadline: Instant,
-) -> Vec<Published> {
+) -> Outcomes {
     if !in_waves {
         let outcomes = publish_run(publisher, &group.messages, deadline).await;
-        return group
-            .places
-            .into_iter()
-            .zip(group.messages)
-            .zip(outcomes)
-            .map(|((place, sent), outcome)| Published {
-                place,
-                destination: sent.message.destination,
-                outcome,
-            })
-            .collect();
+        return outcomes.into_iter().map(Some).collect();
     }
-    let mut waves = Waves::new(&group);
-    let mut published = Vec::with_capacity(group.places.len());
+    let mut waves = Waves::new(group);
+    let mut outcomes: Outcomes = group.messages.iter().map(|_| None).collect();
     while Instant::now() < deadline {
-        let wave = waves.next(&group);
+        let wave = waves.next(group);
         if wave.is_empty() {
             break;
         }
         let run: Vec<Outgoing> = wave.iter().map(|&at| group.messages[at].clone()).collect();
-        let outcomes = publish_run(publisher, &run, deadline).await;
-        for ((at, sent), outcome) in wave.into_iter().zip(run).zip(outcomes) {
+        let results = publish_run(publisher, &run, deadline).await;
+        for ((at, sent), outcome) in wave.into_iter().zip(run).zip(results) {
             if !outcome.is_confirmed() {
                 waves.stop(sent.message.key.as_ref());
             }
-            published.push(Published {
-                place: group.places[at],
-                destination: sent.message.destination,
-                outcome,
-            });
+            outcomes[at] = Some(outcome);
         }
     }
-    published
+    outcomes
 }
 
 /// One call of the publisher. A publisher that breaks its own contract costs a resend, never a message.

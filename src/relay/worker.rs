@@ -1,23 +1,32 @@
 //! A worker: strictly fetch, publish, settle, over its own lanes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::sync::watch;
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
 use crate::backoff::Delays;
-use crate::broker::{FailureScope, PublishOutcome, Publisher, RejectionScope};
-use crate::error::{Error, Result, cut};
-use crate::store::{FetchRequest, OutboxReader, Page, Settled, SettlementBatch, Verdict};
-use crate::story::{ERROR_BYTES_MAX, Reason};
+use crate::broker::Publisher;
+use crate::error::Result;
+use crate::lane::{LANES, Lane};
+use crate::store::{
+    DestinationControl, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place, Settled,
+    SettlementBatch, Verdict,
+};
 
 use super::config::{LEASE_MARGIN, RelayConfig};
+use super::destinations::{Destinations, reason};
 use super::held::{Claim, Held};
-use super::pace::{Destinations, IdlePoll, Trouble};
-use super::publish::{Published, publish};
+use super::judge::{Judge, parked, waiting};
+use super::late::{Landed, Late};
+use super::pace::IdlePoll;
+use super::plan::{Group, groups};
+use super::publish::{Outcomes, publish};
 use super::status::StatusBoard;
+use super::triage::{Triage, triage};
 
 /// Tries of the settling statement before the batch is given up and read again (duplicates, never loss).
 const SETTLE_TRIES: u32 = 5;
@@ -29,6 +38,10 @@ pub(super) struct Worker {
     pub(super) reader: Box<dyn OutboxReader>,
     pub(super) held: Arc<Held>,
     pub(super) status: Arc<StatusBoard>,
+    /// What operators said about destinations, as the keeper last read it.
+    pub(super) controls: watch::Receiver<Arc<[DestinationControl]>>,
+    pub(super) destinations: Destinations,
+    pub(super) late: Late,
 }
 
 /// How a cycle ended, and so how long the worker waits.
@@ -46,13 +59,17 @@ impl Worker {
     pub(super) async fn run(mut self, mut stop: watch::Receiver<bool>) {
         let mut idle = IdlePoll::new(self.config.idle_poll_max);
         let mut trouble = self.config.backoff.delays(fastrand::u64(..));
-        let mut destinations = Destinations::new(self.config.backoff);
+        let mut landed = None;
         while !*stop.borrow() {
-            let pause = match self.cycle(&mut destinations).await {
+            let cycle = match landed.take() {
+                Some(landed) => self.land(landed).await,
+                None => self.cycle().await,
+            };
+            let pause = match cycle {
                 Ok(Cycle::Moved) => {
                     idle.busy();
                     trouble.reset();
-                    continue;
+                    Duration::ZERO
                 }
                 Ok(Cycle::Idle) => idle.pause(),
                 Ok(Cycle::Trouble) => trouble.next_delay(),
@@ -62,27 +79,50 @@ impl Worker {
                     trouble.next_delay()
                 }
             };
+            if pause.is_zero() && self.late.is_empty() {
+                continue;
+            }
             tokio::select! {
+                biased;
+                ended = self.late.landed(), if !self.late.is_empty() => landed = ended,
                 () = tokio::time::sleep(pause) => {}
                 () = self.held.gained.notified() => {}
                 _ = stop.wait_for(|stop| *stop) => {}
             }
         }
+        // What is on its way is settled, as long as the stop allows.
+        if let Some(landed) = landed {
+            self.finish(landed).await;
+        }
+        while let Some(landed) = self.late.landed().await {
+            self.finish(landed).await;
+        }
     }
 
-    async fn cycle(&mut self, destinations: &mut Destinations) -> Result<Cycle> {
+    async fn finish(&mut self, landed: Landed) {
+        if let Err(error) = self.land(landed).await {
+            warn!(worker = self.index, %error, "late messages could not be settled and will be sent again");
+        }
+    }
+
+    async fn cycle(&mut self) -> Result<Cycle> {
         let deadline = self.publisher.capabilities().publish_deadline;
-        let fetch_started = Instant::now();
+        let now = Instant::now();
         // In hand until this cycle is over: a lane is released, or goes to another worker, only after that.
-        let mut claim = self.claim(deadline);
+        let mut claim = self
+            .held
+            .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
             return Ok(Cycle::Idle);
         }
+        let controls = self.controls.borrow().clone();
+        // Each lane has its part of a rate, so that all relays together keep it.
+        let share = claim.leases().len() as f64 / f64::from(LANES);
         let request = FetchRequest {
             leases: claim.leases().to_vec(),
             rows_max: self.config.batch_rows_max,
             bytes_max: self.config.batch_bytes_max,
-            closed: destinations.closed(fetch_started),
+            closed: self.destinations.gate(&controls, share, now).closed(),
         };
         let Page {
             rows,
@@ -92,33 +132,125 @@ impl Worker {
         if rows.is_empty() && unreadable.is_empty() {
             return Ok(Cycle::Idle);
         }
-        let read: BTreeSet<_> = (rows.iter().map(|row| row.lane))
-            .chain(unreadable.iter().map(|(lane, ..)| *lane))
+        let read: BTreeSet<Lane> = (rows.iter().map(|row| row.place.lane))
+            .chain(unreadable.iter().map(|(place, _)| place.lane))
             .collect();
         claim.keep_only(&read);
-        // A slow read may have eaten the lease: publish only what is certain to be ours until it is settled.
-        let certain = read.into_iter();
-        let certain: BTreeSet<_> = certain
-            .filter(|lane| claim.lasts(*lane, deadline + LEASE_MARGIN))
-            .collect();
-        let rows: Vec<_> = rows
-            .into_iter()
-            .filter(|row| certain.contains(&row.lane))
-            .collect();
+        let rows = certain(rows, &read, &claim, deadline);
         debug!(worker = self.index, rows = rows.len(), full, "page read");
-        let published = publish(&*self.publisher, rows, self.config.order, deadline).await;
-        let (mut verdicts, broker_trouble) = self.judge(published, destinations);
-        for (lane, position, error) in unreadable {
-            warn!(lane, position, %error, "row that cannot be read is parked");
-            verdicts.push((lane, position, parked("unreadable", &error)));
+        let Triage {
+            send,
+            set_aside,
+            parted,
+        } = self.sort(rows, &controls, share);
+        let mut verdicts: Vec<(Place, Verdict)> = set_aside
+            .into_iter()
+            .map(|(place, aside)| (place, Verdict::SetAside(aside)))
+            .collect();
+        for (place, error) in unreadable {
+            warn!(?place, %error, "row that cannot be read is parked");
+            let aside = parked("unreadable", &error, "");
+            verdicts.push((place, Verdict::SetAside(aside)));
+        }
+        let groups = groups(send, |destination| self.publisher.scope(destination));
+        let (order, patience) = (self.config.order, self.config.patience);
+        let (finished, unfinished) = publish(&self.publisher, groups, order, patience).await;
+        for publishing in unfinished {
+            let group = &publishing.group;
+            warn!(
+                scope = group.scope,
+                "no answer yet; its messages are set aside until there is one"
+            );
+            verdicts.extend(set_aside_late(group));
+            let names = group.messages.iter().map(|sent| &sent.message.destination);
+            self.destinations.departed(&group.scope, names);
+            self.late.depart(publishing, &claim);
+        }
+        self.conclude(finished, verdicts, parted, request.leases)
+            .await
+    }
+
+    /// Sorts a page by what may go now.
+    fn sort(
+        &mut self,
+        rows: Vec<PendingMessage>,
+        controls: &[DestinationControl],
+        share: f64,
+    ) -> Triage {
+        let mut gate = self.destinations.gate(controls, share, Instant::now());
+        let plain = |row: &PendingMessage| !row.place.is_aside() && row.ahead.is_empty();
+        if gate.is_open() && rows.iter().all(plain) {
+            return Triage {
+                send: rows,
+                ..Triage::default()
+            };
+        }
+        triage(
+            rows,
+            self.config.dead_head,
+            |destination| self.publisher.scope(destination),
+            |destination, scope, wanted| gate.admit(destination, scope, wanted),
+        )
+    }
+
+    /// Settles a publish that ended after its page: all its rows are set aside by now.
+    async fn land(&mut self, landed: Landed) -> Result<Cycle> {
+        let Landed {
+            group,
+            mut outcomes,
+            claim,
+        } = landed;
+        self.destinations.landed(&group.scope);
+        let places = group.places.iter();
+        let set_aside = Group {
+            scope: group.scope.clone(),
+            places: places
+                .map(|place| Place::aside(place.lane, place.position))
+                .collect(),
+            messages: group.messages.clone(),
+        };
+        outcomes.resize_with(set_aside.places.len(), || None);
+        let finished = vec![(Arc::new(set_aside), outcomes)];
+        let leases = claim.leases().to_vec();
+        self.conclude(finished, Vec::new(), HashSet::new(), leases)
+            .await
+    }
+
+    /// Judges what came back, and settles it with the verdicts that stood before.
+    async fn conclude(
+        &mut self,
+        finished: Vec<(Arc<Group>, Outcomes)>,
+        verdicts: Vec<(Place, Verdict)>,
+        parted: HashSet<(String, Bytes)>,
+        leases: Vec<Lease>,
+    ) -> Result<Cycle> {
+        let mut judge = Judge {
+            config: &self.config,
+            destinations: &mut self.destinations,
+            status: &self.status,
+            parted,
+            verdicts,
+            broker: None,
+        };
+        for (group, outcomes) in finished {
+            judge.judge(&group, outcomes);
+        }
+        let Judge {
+            verdicts, broker, ..
+        } = judge;
+        if let Some(error) = &broker {
+            warn!(worker = self.index, %error, "broker in trouble; rows stay pending");
+            self.status.broker(Some(error));
+        } else if verdicts
+            .iter()
+            .any(|(_, verdict)| *verdict == Verdict::Confirmed)
+        {
+            // Only a message that got through shows that the trouble is over.
+            self.status.broker(None);
         }
         let moved = !verdicts.is_empty();
         if moved {
-            let batch = SettlementBatch {
-                leases: request.leases,
-                verdicts,
-            };
-            let settled = self.settle(&batch).await?;
+            let settled = self.settle(&SettlementBatch { leases, verdicts }).await?;
             if settled.fenced > 0 {
                 warn!(
                     worker = self.index,
@@ -127,80 +259,11 @@ impl Worker {
                 );
             }
         }
-        Ok(match (broker_trouble, moved) {
-            (true, _) => Cycle::Trouble,
-            (false, true) => Cycle::Moved,
-            (false, false) => Cycle::Idle,
+        Ok(match (broker, moved) {
+            (Some(_), _) => Cycle::Trouble,
+            (None, true) => Cycle::Moved,
+            (None, false) => Cycle::Idle,
         })
-    }
-
-    fn claim(&self, deadline: Duration) -> Claim {
-        self.held
-            .claim(self.index, self.config.workers, deadline + LEASE_MARGIN)
-    }
-
-    /// Turns outcomes into verdicts, and notes which destination, or the broker, is in trouble.
-    fn judge(
-        &self,
-        published: Vec<Published>,
-        destinations: &mut Destinations,
-    ) -> (Vec<(i32, i64, Verdict)>, bool) {
-        let now = Instant::now();
-        let mut verdicts = Vec::with_capacity(published.len());
-        let mut broker: Option<Error> = None;
-        for Published {
-            place: (lane, position),
-            destination,
-            outcome,
-        } in published
-        {
-            match outcome {
-                PublishOutcome::Confirmed => {
-                    if destinations.confirmed(&destination) {
-                        info!(destination, "destination takes messages again");
-                        self.status.destination(&destination, None);
-                    }
-                    verdicts.push((lane, position, Verdict::Confirmed));
-                }
-                PublishOutcome::Rejected {
-                    scope: RejectionScope::Message,
-                    error,
-                } => {
-                    warn!(lane, position, destination, %error, "message parked");
-                    verdicts.push((lane, position, parked("rejected", &error)));
-                }
-                PublishOutcome::Rejected { error, .. }
-                | PublishOutcome::Failed {
-                    scope: FailureScope::Destination,
-                    error,
-                    ..
-                } => match destinations.failed(&destination, now) {
-                    Trouble::New => {
-                        warn!(destination, %error, "destination in trouble; its messages wait");
-                        self.status.destination(&destination, Some(&error));
-                    }
-                    Trouble::Known => debug!(destination, %error, "destination still in trouble"),
-                    Trouble::TooMany => {
-                        broker.get_or_insert(error);
-                    }
-                },
-                PublishOutcome::Failed { error, .. } => {
-                    broker.get_or_insert(error);
-                }
-                PublishOutcome::Withheld => {}
-            }
-        }
-        if let Some(error) = &broker {
-            warn!(worker = self.index, %error, "broker in trouble; rows stay pending");
-            self.status.broker(Some(error));
-        } else if verdicts
-            .iter()
-            .any(|(.., verdict)| *verdict == Verdict::Confirmed)
-        {
-            // Only a message that got through shows that the trouble is over.
-            self.status.broker(None);
-        }
-        (verdicts, broker.is_some())
     }
 
     /// Settles, trying again while the database is in trouble: giving up means sending everything again.
@@ -224,10 +287,26 @@ impl Worker {
     }
 }
 
-fn parked(reason: &str, error: &Error) -> Verdict {
-    let text = error.to_string().replace('\0', "\u{fffd}");
-    Verdict::Parked {
-        reason: Reason::new(reason),
-        error: cut(&text, ERROR_BYTES_MAX).to_owned(),
+/// A slow read may have eaten a lease: publish only what is certain to be ours until it is settled.
+fn certain(
+    mut rows: Vec<PendingMessage>,
+    read: &BTreeSet<Lane>,
+    claim: &Claim,
+    deadline: Duration,
+) -> Vec<PendingMessage> {
+    let lasts = |lane: &&Lane| claim.lasts(**lane, deadline + LEASE_MARGIN);
+    let certain: BTreeSet<_> = read.iter().filter(lasts).collect();
+    if certain.len() < read.len() {
+        rows.retain(|row| certain.contains(&row.place.lane));
     }
+    rows
+}
+
+/// Rows of a publish that goes on: others must not wait for them.
+fn set_aside_late(group: &Group) -> impl Iterator<Item = (Place, Verdict)> {
+    let pending = group.places.iter().filter(|place| !place.is_aside());
+    pending.map(|place| {
+        let aside = waiting(reason::SLOW, &group.scope);
+        (*place, Verdict::SetAside(aside))
+    })
 }

@@ -13,8 +13,9 @@ use crate::story::Reason;
 
 /// Shows an outbox to an operator, and acts on what is set aside.
 ///
-/// Rows that are set aside leave only through [`requeue`](Self::requeue) and [`discard`](Self::discard), never by age
-/// or by themselves. Both act on rows in state `parked`: rows that wait for something else have an owner.
+/// Rows that wait for an operator leave only through [`requeue`](Self::requeue) and [`discard`](Self::discard), never by
+/// age or by themselves. Both act on rows in state `parked` or `blocking`: rows that wait for something else have an
+/// owner.
 ///
 /// ```
 /// use std::time::Duration;
@@ -55,12 +56,14 @@ pub trait OutboxAdmin: Send + Sync + 'static {
     ///
     /// Rules: a message moves once, however many operators do this at once. Bounded steps, each its own transaction.
     /// What is parked after the beginning stays, so that a message which is refused again is not moved for ever. A
-    /// requeued message has left the order of its key.
+    /// requeued message has left the order of its key; but one that blocks its key keeps its place, in front of those
+    /// that wait behind it, and goes first.
     ///
     /// An error leaves the finished steps done: repeat it to go on. Cancel safety: the same.
     fn requeue<'a>(&'a self, filter: &'a AsideFilter, mode: Mode) -> BoxFuture<'a, Result<u64>>;
 
-    /// Deletes parked rows for good; returns how many. Each id is logged with `because`, an operator's words.
+    /// Deletes parked rows for good; returns how many. Each id is logged with `because`, an operator's words. What one
+    /// of them blocked goes on.
     ///
     /// Steps, errors and cancelling are those of [`requeue`](Self::requeue).
     fn discard<'a>(
@@ -69,6 +72,46 @@ pub trait OutboxAdmin: Send + Sync + 'static {
         because: &'a str,
         mode: Mode,
     ) -> BoxFuture<'a, Result<u64>>;
+
+    /// Lets no message go to the destination until [`resume`](Self::resume). Relays notice within a second or two; they
+    /// set aside what comes meanwhile, and later send it in order.
+    ///
+    /// # Errors
+    /// [`Invalid`](crate::ErrorKind::Invalid) when as many destinations as relays read have been spoken about.
+    fn pause<'a>(&'a self, destination: &'a str, because: &'a str) -> BoxFuture<'a, Result<()>>;
+
+    /// Ends a pause. One that is not paused is no error.
+    fn resume<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<()>>;
+
+    /// Lets at most `rate_max` messages a second go to the destination, by all relays together; `None` ends the limit.
+    /// Each lane has a sixteenth of the rate, and saves up a second of it at most.
+    ///
+    /// # Errors
+    /// As [`pause`](Self::pause), and for a rate of 0: that is a pause.
+    fn limit<'a>(
+        &'a self,
+        destination: &'a str,
+        rate_max: Option<u32>,
+        because: &'a str,
+    ) -> BoxFuture<'a, Result<()>>;
+}
+
+/// Destinations that operators may speak about at one time.
+pub const CONTROLS_MAX: usize = 1_000;
+
+/// What operators said about a destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DestinationControl {
+    /// Its name.
+    pub destination: String,
+    /// Whether nothing may go there.
+    pub paused: bool,
+    /// Messages a second at most.
+    pub rate_max: Option<u32>,
+    /// The operator's words.
+    pub because: String,
+    /// Since when, by the database's clock.
+    pub changed_at: OffsetDateTime,
 }
 
 /// Whether to act or only to count.
@@ -198,13 +241,13 @@ pub struct DestinationDepth {
 pub struct AsideEntry {
     /// Its number, in order of arrival here.
     pub position: i64,
-    /// What it waits for: `parked` waits for an operator.
+    /// What it waits for: the word of an [`AsideState`](super::AsideState).
     pub state: String,
     /// Why.
     pub reason: Reason,
     /// Text of the refusal.
     pub error: Option<String>,
-    /// How often sending was tried since.
+    /// How often it was refused again since.
     pub attempts: u32,
     /// Since when, by the database's clock.
     pub set_aside_at: OffsetDateTime,

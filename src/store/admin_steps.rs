@@ -73,6 +73,55 @@ where
     }
 }
 
+/// What an operator says about a destination.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Control {
+    Pause,
+    Resume,
+    Limit(Option<u32>),
+}
+
+/// ... as a database writes it: `None` and `false` leave what is there.
+pub(crate) struct ControlRow {
+    pub paused: Option<bool>,
+    pub limits: bool,
+    pub rate_max: Option<i32>,
+}
+
+impl Control {
+    pub(crate) fn row(self, destination: &str, because: &str) -> Result<ControlRow> {
+        words("destination", destination)?;
+        words("because", because)?;
+        let rate_max = match self {
+            Self::Limit(Some(rate)) => {
+                let rate = i32::try_from(rate).ok().filter(|rate| *rate > 0);
+                let refused = || Error::invalid("rate_max", "1 to 2147483647", "another");
+                Some(rate.ok_or_else(refused)?)
+            }
+            _ => None,
+        };
+        Ok(ControlRow {
+            paused: match self {
+                Self::Pause => Some(true),
+                Self::Resume => Some(false),
+                Self::Limit(_) => None,
+            },
+            limits: matches!(self, Self::Limit(_)),
+            rate_max,
+        })
+    }
+
+    /// Leaves a trace, or says that there is no room.
+    pub(crate) fn done(self, destination: &str, because: &str, written: u64) -> Result<()> {
+        if written == 0 && !matches!(self, Self::Resume) {
+            let limit = "fewer destinations paused or limited at one time";
+            return Err(Error::invalid("destination", limit, destination));
+        }
+        tracing::info!(destination, because, control = ?self, "destination controlled");
+        Ok(())
+    }
+}
+
 /// The trace that a requeue (`because` is `None`) or a discard leaves of each message.
 pub(crate) fn log(ids: &[String], because: Option<&str>) {
     for id in ids {

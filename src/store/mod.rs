@@ -6,6 +6,7 @@
 mod admin;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod admin_steps;
+mod aside;
 mod dead_letter;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod header_codec;
@@ -16,13 +17,15 @@ mod outbox;
 mod transaction;
 
 pub use admin::{
-    AsideEntry, AsideFilter, AsideMessage, Depth, DestinationDepth, Mode, OutboxAdmin,
+    AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, DestinationControl,
+    DestinationDepth, Mode, OutboxAdmin,
 };
+pub use aside::{Ahead, AsideState, Place, SetAside, Table};
 pub use dead_letter::{DeadLetter, DeadLetterStore};
 pub use inbox::{InboxStore, Recorded};
 pub use names::Prefix;
 pub use outbox::{
-    Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
+    Due, Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
     PendingMessage, Settled, SettlementBatch, Standing, Verdict,
 };
 #[cfg(any(feature = "postgres", feature = "sqlite"))]

@@ -9,7 +9,9 @@ use futures_util::future::BoxFuture;
 use crate::error::{Error, Result};
 use crate::lane::Lane;
 use crate::message::Message;
-use crate::story::Reason;
+
+use super::admin::DestinationControl;
+use super::aside::{Ahead, Place, SetAside};
 
 /// Writes messages on a connection of the caller's choosing.
 pub trait Enqueue: Send + Sync + 'static {
@@ -26,6 +28,14 @@ pub trait Enqueue: Send + Sync + 'static {
         &self,
         connection: &mut Self::Connection,
         messages: &[Message],
+    ) -> impl Future<Output = Result<()>> + Send;
+
+    /// The same for messages that are not to be sent before `delay` has passed by the database's clock.
+    fn insert_delayed(
+        &self,
+        connection: &mut Self::Connection,
+        messages: &[Message],
+        delay: Duration,
     ) -> impl Future<Output = Result<()>> + Send;
 }
 
@@ -117,11 +127,29 @@ pub trait OutboxStore: Send + Sync + 'static {
     /// A reader with its own progress, for one worker.
     fn reader(&self) -> Box<dyn OutboxReader>;
 
+    /// Puts up to `count_max` delayed messages whose time has come into the outbox, by the database's clock.
+    ///
+    /// Rules: a message moves once, however many relays do this at once, and never early. It gets its position now: in
+    /// its key's order it comes behind what was enqueued meanwhile.
+    fn release_due(&self, count_max: usize) -> BoxFuture<'_, Result<Due>>;
+
+    /// What operators said about destinations, sorted by name; at most [`CONTROLS_MAX`](super::CONTROLS_MAX).
+    fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>>;
+
     /// How many messages are pending, at most `count_max` counted.
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>>;
 
-    /// How many messages are set aside (parked), at most `count_max` counted.
+    /// How many messages are set aside, at most `count_max` counted.
     fn aside(&self, count_max: u64) -> BoxFuture<'_, Result<u64>>;
+}
+
+/// What became of delayed messages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Due {
+    /// Messages put into the outbox.
+    pub released: u64,
+    /// The time until the next one is due, if there is one.
+    pub next: Option<Duration>,
 }
 
 /// One worker's view of its lanes: strictly fetch, publish, settle, fetch again.
@@ -130,11 +158,16 @@ pub trait OutboxStore: Send + Sync + 'static {
 /// another reader meanwhile; never by two at a time. What a reader remembers of a lane holds until the first request
 /// without it.
 pub trait OutboxReader: Send {
-    /// Reads committed messages of the leased lanes, each lane in position order from its first pending message.
+    /// Reads committed messages of the leased lanes: of each lane first those set aside that may go now, then the
+    /// pending ones, both in the order of their positions.
     ///
     /// Rules: takes no row lock and keeps no transaction or connection. Returns every committed row sooner or later,
     /// whatever the order of commits. Returns nothing of a lane whose token is no longer current. A page that was not
     /// settled before the next fetch counts as not settled at all: its rows are returned again.
+    ///
+    /// Of the rows set aside it returns those that are [`Waiting`](super::AsideState::Waiting), for a destination that is not
+    /// closed, with nothing ahead of them in their scope and key that has to wait; and it lets those held go on once
+    /// nothing blocks them any more. They take half of the page at most where there are others.
     ///
     /// Cancel safety: a dropped future changed nothing.
     fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>>;
@@ -142,8 +175,8 @@ pub trait OutboxReader: Send {
     /// Applies all verdicts in one transaction; only those under a current token. Its effect is visible to every later
     /// statement once this returns.
     ///
-    /// Rules: verdicts are about rows of the last page; a row without one is returned again. After an error the same
-    /// batch may be settled again.
+    /// Rules: verdicts are about rows of the last page, or about rows set aside; a row without one stays where it is.
+    /// After an error the same batch may be settled again.
     ///
     /// Cancel safety: a dropped future may or may not have applied.
     fn settle<'a>(&'a mut self, batch: &'a SettlementBatch) -> BoxFuture<'a, Result<Settled>>;
@@ -158,37 +191,37 @@ pub struct FetchRequest {
     pub rows_max: usize,
     /// Most bytes in all, by stored size; one message per lane is returned however large.
     pub bytes_max: usize,
-    /// Destinations to pass over for now.
+    /// Destinations whose rows set aside are not wanted now.
     pub closed: Vec<String>,
 }
 
 /// What was read.
 #[derive(Debug, Default)]
 pub struct Page {
-    /// Rows, each lane in position order.
+    /// Rows, in the order of their places.
     pub rows: Vec<PendingMessage>,
-    /// Lane and position of rows that are there but cannot be read, and why: foreign SQL may have written them.
+    /// Rows that are there but cannot be read, and why: foreign SQL may have written them.
     ///
     /// They count against the limits, so whoever reads parks them: left alone they would fill the page.
-    pub unreadable: Vec<(Lane, i64, Error)>,
+    pub unreadable: Vec<(Place, Error)>,
     /// Whether a limit cut it: more may be waiting.
     pub full: bool,
 }
 
-/// A pending row.
+/// A row that can be sent.
 #[derive(Clone, PartialEq)]
 pub struct PendingMessage {
-    /// Its lane.
-    pub lane: Lane,
-    /// Its position: unique, and in insertion order within a lane.
-    pub position: i64,
+    /// Where it is. Positions are unique, and in insertion order within a lane.
+    pub place: Place,
     /// The message.
     pub message: Message,
+    /// What is set aside of its key, by scope. Empty for a row set aside.
+    pub ahead: Vec<Ahead>,
 }
 
 impl fmt::Debug for PendingMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{} {:?}", self.lane, self.position, self.message.id)
+        write!(f, "{:?} {:?}", self.place, self.message.id)
     }
 }
 
@@ -197,8 +230,8 @@ impl fmt::Debug for PendingMessage {
 pub struct SettlementBatch {
     /// The leases under which it was read.
     pub leases: Vec<Lease>,
-    /// Lane, position and verdict of each row that changes. Rows without one stay pending, untouched.
-    pub verdicts: Vec<(Lane, i64, Verdict)>,
+    /// What becomes of each row that changes. Rows without a verdict stay as they are.
+    pub verdicts: Vec<(Place, Verdict)>,
 }
 
 /// What becomes of a row.
@@ -206,13 +239,8 @@ pub struct SettlementBatch {
 pub enum Verdict {
     /// The broker has it: delete.
     Confirmed,
-    /// It can never be sent as it is: set aside with its reason, for an operator.
-    Parked {
-        /// Reason code.
-        reason: Reason,
-        /// Error text, at most 1 KiB, without NUL.
-        error: String,
-    },
+    /// It may not be sent now. A row that is set aside already stays at its place, in the new state.
+    SetAside(SetAside),
 }
 
 /// What the settlement changed.

@@ -8,6 +8,8 @@
 )]
 
 mod consuming;
+mod dead_heads;
+mod destinations;
 mod failing;
 mod relaying;
 mod sharing;

@@ -11,7 +11,7 @@ use relaybox::broker::{PublishOutcome, Publisher, PublisherCapabilities};
 use relaybox::envelope::Outgoing;
 use relaybox::relay::{Relay, RelayConfig};
 use relaybox::store::sqlite::SqliteStore;
-use relaybox::store::{Lease, OutboxReader, OutboxStore, Standing};
+use relaybox::store::{DestinationControl, Due, Lease, OutboxReader, OutboxStore, Standing};
 use relaybox::testing::{Fault, FaultyPublisher, Signal, eventually};
 use relaybox::{Message, Result};
 
@@ -395,6 +395,14 @@ impl OutboxStore for Watched {
 
     fn reader(&self) -> Box<dyn OutboxReader> {
         self.inner.reader()
+    }
+
+    fn release_due(&self, count_max: usize) -> BoxFuture<'_, Result<Due>> {
+        self.inner.release_due(count_max)
+    }
+
+    fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>> {
+        self.inner.controls()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

@@ -6,8 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use relaybox::backoff::DelayPolicy;
 use relaybox::broker::memory::MemoryBroker;
-use relaybox::broker::{PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder};
+use relaybox::broker::{
+    PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, RejectionScope,
+};
 use relaybox::consumer::{Consumer, ConsumerConfig, Handler};
 use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::Ladder;
@@ -16,7 +19,7 @@ use relaybox::relay::{Relay, RelayConfig};
 use relaybox::store::OutboxStore;
 use relaybox::store::sqlite::SqliteStore;
 use relaybox::testing::eventually;
-use relaybox::{Message, Result};
+use relaybox::{Error, ErrorKind, Message, Result};
 use sqlx::sqlite::SqliteConnection;
 use tempfile::TempDir;
 use tokio::sync::oneshot;
@@ -112,9 +115,26 @@ impl House {
         self.store.pending(100_000).await.unwrap()
     }
 
+    /// Rows set aside in this state.
+    pub async fn aside(&self, state: &str) -> i64 {
+        sqlx::query_scalar("SELECT count(*) FROM relaybox_outbox_aside WHERE state = ?")
+            .bind(state)
+            .fetch_one(self.store.pool())
+            .await
+            .unwrap()
+    }
+
+    /// Waits until nothing is left that would be sent without an operator.
     pub async fn drained(&self) {
-        eventually(DEADLINE, "the outbox is empty", || async {
-            self.pending().await == 0
+        eventually(DEADLINE, "all is sent", || async {
+            let left: i64 = sqlx::query_scalar(
+                "SELECT (SELECT count(*) FROM relaybox_outbox) + (SELECT count(*) FROM relaybox_outbox_aside \
+                    WHERE state IN ('waiting', 'delayed'))",
+            )
+            .fetch_one(self.store.pool())
+            .await
+            .unwrap();
+            left == 0
         })
         .await;
     }
@@ -162,6 +182,32 @@ pub fn numbered(key: &str, prefix: &str, count: usize) -> Vec<Message> {
                 .with_payload(format!("{prefix}-{n}"))
         })
         .collect()
+}
+
+/// The same messages to another destination.
+pub fn to(destination: &str, mut messages: Vec<Message>) -> Vec<Message> {
+    for message in &mut messages {
+        message.destination = destination.into();
+    }
+    messages
+}
+
+/// Names as [`numbered`] gives them.
+pub fn names(prefix: &str, numbers: impl IntoIterator<Item = usize>) -> Vec<String> {
+    let name = |n| format!("{prefix}-{n}");
+    numbers.into_iter().map(name).collect()
+}
+
+pub fn refused(scope: RejectionScope) -> PublishOutcome {
+    let error = Error::new(ErrorKind::Rejected, "publish", "not this one");
+    PublishOutcome::Rejected { scope, error }
+}
+
+/// A relay that gives up on nobody for long.
+pub fn impatient() -> RelayConfig {
+    brisk()
+        .with_patience(Duration::from_millis(20))
+        .with_backoff(DelayPolicy::fixed(Duration::from_millis(5)))
 }
 
 pub async fn write_effect(db: &mut SqliteConnection, consumer: &str, incoming: &Incoming) {

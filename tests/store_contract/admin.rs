@@ -9,7 +9,7 @@ use relaybox::broker::{PublishOutcome, Publisher, PublisherCapabilities, Rejecti
 use relaybox::envelope::Outgoing;
 use relaybox::lane::lane_of;
 use relaybox::relay::{Relay, RelayConfig};
-use relaybox::store::{AsideFilter, InboxStore, Mode, OutboxAdmin, OutboxStore, Verdict};
+use relaybox::store::{AsideFilter, InboxStore, Mode, OutboxAdmin, OutboxStore};
 use relaybox::story::Reason;
 use relaybox::{Error, ErrorKind, Message, Result};
 use time::macros::datetime;
@@ -28,10 +28,7 @@ async fn set_aside<H: Harness>(store: &H::Store, reason: &str, messages: &[Messa
         }
         let mut batch = confirm(&leases, &page);
         for (.., verdict) in &mut batch.verdicts {
-            *verdict = Verdict::Parked {
-                reason: Reason::new(reason),
-                error: format!("no: {reason}"),
-            };
+            *verdict = set_aside_as(AsideState::Parked, reason, &format!("no: {reason}"));
         }
         reader.settle(&batch).await.unwrap();
     }
@@ -312,7 +309,12 @@ pub async fn a_requeued_message_is_the_same_message_at_a_new_position<H: Harness
     ];
     enqueue::<H>(&store, &messages).await;
     let before = pending(&store).await;
-    let highest = before.rows.iter().map(|row| row.position).max().unwrap();
+    let highest = before
+        .rows
+        .iter()
+        .map(|row| row.place.position)
+        .max()
+        .unwrap();
     let leases = lease_all(&store).await;
     let batch = park(&leases, &before);
     store.reader().settle(&batch).await.unwrap();
@@ -340,16 +342,16 @@ pub async fn a_requeued_message_is_the_same_message_at_a_new_position<H: Harness
     let mut after = pending(&store).await.rows;
     assert_eq!(after.len(), messages.len());
     for row in &after {
-        assert!(row.position > highest);
+        assert!(row.place.position > highest);
         let old = before
             .rows
             .iter()
             .find(|old| old.message.id == row.message.id);
         assert!(old.unwrap().message == row.message, "{row:?}");
-        assert_eq!(old.unwrap().lane, row.lane);
+        assert_eq!(old.unwrap().place.lane, row.place.lane);
     }
     // In the order in which they were set aside.
-    after.sort_by_key(|row| row.position);
+    after.sort_by_key(|row| row.place.position);
     let order: Vec<_> = after.iter().map(|row| row.message.id.clone()).collect();
     let aside: Vec<_> = entries.iter().map(|e| e.message_id.clone()).collect();
     assert_eq!(order, aside);

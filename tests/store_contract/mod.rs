@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod admin;
+mod aside;
 mod inbox;
 mod outbox;
 mod relays;
 
 pub use admin::*;
+pub use aside::*;
 pub use inbox::*;
 pub use outbox::*;
 pub use relays::*;
@@ -18,8 +20,8 @@ use std::time::Duration;
 use relaybox::Message;
 use relaybox::lane::LANES;
 use relaybox::store::{
-    DeadLetterStore, Enqueue, FetchRequest, InboxStore, Lease, OutboxAdmin, OutboxStore, Page,
-    SettlementBatch, Verdict,
+    AsideState, DeadLetterStore, Enqueue, FetchRequest, InboxStore, Lease, OutboxAdmin,
+    OutboxStore, Page, SetAside, SettlementBatch, Verdict,
 };
 use relaybox::story::Reason;
 
@@ -100,7 +102,7 @@ pub fn confirm(leases: &[Lease], page: &Page) -> SettlementBatch {
         verdicts: page
             .rows
             .iter()
-            .map(|row| (row.lane, row.position, Verdict::Confirmed))
+            .map(|row| (row.place, Verdict::Confirmed))
             .collect(),
     }
 }
@@ -108,12 +110,19 @@ pub fn confirm(leases: &[Lease], page: &Page) -> SettlementBatch {
 pub fn park(leases: &[Lease], page: &Page) -> SettlementBatch {
     let mut batch = confirm(leases, page);
     for (.., verdict) in &mut batch.verdicts {
-        *verdict = Verdict::Parked {
-            reason: Reason::new("rejected"),
-            error: "too \0 large".into(),
-        };
+        *verdict = set_aside_as(AsideState::Parked, "rejected", "too \0 large");
     }
     batch
+}
+
+/// Set aside from scope `orders`.
+pub fn set_aside_as(state: AsideState, reason: &str, error: &str) -> Verdict {
+    Verdict::SetAside(SetAside {
+        state,
+        reason: Reason::new(reason),
+        error: error.into(),
+        scope: "orders".into(),
+    })
 }
 
 /// One test a case.
@@ -143,7 +152,18 @@ macro_rules! store_contract {
             ended_registrations_are_removed_in_bounded_steps,
             no_lease_depends_on_a_registration,
             a_parked_row_moves_with_its_reason_and_is_counted,
-            closed_destinations_are_passed_over,
+            what_waits_comes_back_in_front_of_what_is_pending,
+            a_closed_destination_is_passed_over_only_where_it_is_set_aside,
+            a_blocked_key_waits_for_an_operator_and_then_goes_in_order,
+            a_discarded_head_lets_its_key_go_on,
+            within_a_scope_a_key_waits_for_its_closed_destination,
+            what_is_set_aside_and_refused_stays_at_its_place,
+            rows_set_aside_are_fenced_like_others,
+            what_waits_leaves_room_for_what_is_pending,
+            any_key_can_be_set_aside,
+            a_delayed_message_is_released_once_when_it_is_due,
+            a_delayed_message_exists_only_if_its_transaction_commits,
+            operators_pause_resume_and_limit_destinations,
             row_limits_hold_and_no_lane_is_starved,
             byte_limits_hold_but_for_one_message_a_lane,
             an_unreadable_row_is_named_and_stops_no_other,

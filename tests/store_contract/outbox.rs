@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use relaybox::lane::{LANES, lane_of};
 use relaybox::store::{Enqueue, InboxStore, OutboxStore, SettlementBatch, Verdict};
-use relaybox::story::Reason;
 use relaybox::{ErrorKind, Message};
 use time::macros::datetime;
 
@@ -45,9 +44,9 @@ pub async fn rows_come_in_order_of_position_within_a_lane_and_key<H: Harness>() 
     let mut last = std::collections::HashMap::new();
     let mut position = (-1, -1);
     for row in &page.rows {
-        assert!(position < (row.lane, row.position));
-        position = (row.lane, row.position);
-        assert_eq!(row.lane, lane_of(row.message.key.as_ref().unwrap()));
+        assert!(position < (row.place.lane, row.place.position));
+        position = (row.place.lane, row.place.position);
+        assert_eq!(row.place.lane, lane_of(row.message.key.as_ref().unwrap()));
         let number: i32 = std::str::from_utf8(row.message.payload.as_ref().unwrap())
             .unwrap()
             .parse()
@@ -63,7 +62,7 @@ pub async fn messages_without_a_key_spread_over_lanes<H: Harness>() {
     let messages: Vec<_> = (0..100).map(|_| Message::new("orders", "T")).collect();
     enqueue::<H>(&store, &messages).await;
     let page = pending(&store).await;
-    let lanes: HashSet<_> = page.rows.iter().map(|row| row.lane).collect();
+    let lanes: HashSet<_> = page.rows.iter().map(|row| row.place.lane).collect();
     assert_eq!(page.rows.len(), 100);
     assert!(lanes.len() > 8, "{lanes:?}");
 }
@@ -205,7 +204,7 @@ pub async fn a_parked_row_moves_with_its_reason_and_is_counted<H: Harness>() {
     let mut reader = store.reader();
     let page = reader.fetch(&request(&leases)).await.unwrap();
     let mut batch = park(&leases, &page);
-    batch.verdicts[0].2 = Verdict::Confirmed;
+    batch.verdicts[0].1 = Verdict::Confirmed;
     batch.verdicts.pop();
     let settled = reader.settle(&batch).await.unwrap();
     assert_eq!((settled.applied, settled.fenced), (2, 0));
@@ -219,25 +218,6 @@ pub async fn a_parked_row_moves_with_its_reason_and_is_counted<H: Harness>() {
     let moved = "SELECT count(*) FROM relaybox_outbox_aside WHERE state = 'parked' AND reason = 'rejected' \
         AND error LIKE 'too _ large' AND destination = 'orders' AND payload IS NOT NULL AND set_aside_at IS NOT NULL";
     assert_eq!(H::number(connection, moved).await, 1);
-}
-
-pub async fn closed_destinations_are_passed_over<H: Harness>() {
-    let h = H::start().await;
-    let store = h.store();
-    let messages: Vec<_> = (0..40)
-        .map(|n| Message::new(if n % 2 == 0 { "open" } else { "closed" }, "T").with_key("k"))
-        .collect();
-    enqueue::<H>(&store, &messages).await;
-    let leases = lease_all(&store).await;
-    let mut request = request(&leases);
-    request.closed = vec!["closed".into(), "other".into()];
-    let page = store.reader().fetch(&request).await.unwrap();
-    assert_eq!(page.rows.len(), 20);
-    assert!(
-        page.rows
-            .iter()
-            .all(|row| row.message.destination == "open")
-    );
 }
 
 pub async fn row_limits_hold_and_no_lane_is_starved<H: Harness>() {
@@ -313,18 +293,12 @@ pub async fn an_unreadable_row_is_named_and_stops_no_other<H: Harness>() {
         ids(&page),
         [messages[0].id.as_str(), messages[2].id.as_str()]
     );
-    let (lane, position, error) = &page.unreadable[0];
+    let (place, error) = &page.unreadable[0];
     assert_eq!(error.kind(), ErrorKind::Corrupt);
+    let parked = set_aside_as(AsideState::Parked, "unreadable", &error.to_string());
     let batch = SettlementBatch {
         leases,
-        verdicts: vec![(
-            *lane,
-            *position,
-            Verdict::Parked {
-                reason: Reason::new(Reason::UNDECODABLE),
-                error: error.to_string(),
-            },
-        )],
+        verdicts: vec![(*place, parked)],
     };
     assert_eq!(reader.settle(&batch).await.unwrap().applied, 1);
     assert_eq!(store.aside(10).await.unwrap(), 1);

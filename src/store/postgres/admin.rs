@@ -9,9 +9,10 @@ use super::{PostgresStore, error, micros, read_message};
 use crate::error::Result;
 use crate::message::MessageId;
 use crate::store::admin_steps::{
-    COUNT_ROWS_MAX, Counted, STEP_BYTES_MAX, STEP_ROWS_MAX, Step, depth_of, in_steps, log, words,
+    COUNT_ROWS_MAX, Control, Counted, STEP_BYTES_MAX, STEP_ROWS_MAX, Step, depth_of, in_steps, log,
+    words,
 };
-use crate::store::{AsideEntry, AsideFilter, AsideMessage, Depth, Mode, OutboxAdmin};
+use crate::store::{AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, Mode, OutboxAdmin};
 use crate::story::Reason;
 
 impl OutboxAdmin for PostgresStore {
@@ -82,9 +83,48 @@ impl OutboxAdmin for PostgresStore {
         self.act("discard", sql, filter, Some(because), mode)
             .boxed()
     }
+
+    fn pause<'a>(&'a self, destination: &'a str, because: &'a str) -> BoxFuture<'a, Result<()>> {
+        let pause = Control::Pause;
+        self.control(destination, pause, because).boxed()
+    }
+
+    fn resume<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<()>> {
+        self.control(destination, Control::Resume, "resumed")
+            .boxed()
+    }
+
+    fn limit<'a>(
+        &'a self,
+        destination: &'a str,
+        rate_max: Option<u32>,
+        because: &'a str,
+    ) -> BoxFuture<'a, Result<()>> {
+        let limit = Control::Limit(rate_max);
+        self.control(destination, limit, because).boxed()
+    }
 }
 
 impl PostgresStore {
+    async fn control(&self, destination: &str, control: Control, because: &str) -> Result<()> {
+        let row = control.row(destination, because)?;
+        let query = sqlx::query(self.sql.admin.control.clone())
+            .bind(destination.to_owned())
+            .bind(row.paused)
+            .bind(row.limits)
+            .bind(row.rate_max)
+            .bind(because.to_owned())
+            .bind(i64::try_from(CONTROLS_MAX).unwrap_or(i64::MAX));
+        let written = self
+            .relayed("control", |c| query.execute(c).boxed())
+            .await?
+            .rows_affected();
+        let query = sqlx::query(self.sql.admin.forget_control.clone()).bind(destination.to_owned());
+        self.relayed("control", |c| query.execute(c).boxed())
+            .await?;
+        control.done(destination, because, written)
+    }
+
     /// Each step is one statement, and so one transaction.
     async fn act(
         &self,

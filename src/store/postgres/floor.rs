@@ -86,10 +86,6 @@ struct LaneFloor {
 #[derive(Debug)]
 struct Page {
     lanes: BTreeMap<Lane, LanePage>,
-    /// Rows were passed over that stay pending: no floor may rise.
-    passed_over: bool,
-    /// ... and those of ended transactions lie above this.
-    ended_above: Option<i64>,
 }
 
 impl Floor {
@@ -128,15 +124,8 @@ impl Floor {
         self.tracked.contains_key(&xid)
     }
 
-    /// Notes what is handed out of each lane, and from which view. `passed_over`: rows of closed destinations may have
-    /// been left out.
-    pub(super) fn read(
-        &mut self,
-        snapshot: &Snapshot,
-        lanes: BTreeMap<Lane, LanePage>,
-        passed_over: bool,
-    ) {
-        let ended_above = self.ended(snapshot).map(|ended| ended.above);
+    /// Notes what is handed out of each lane, and from which view.
+    pub(super) fn read(&mut self, snapshot: &Snapshot, lanes: BTreeMap<Lane, LanePage>) {
         self.tracked.retain(|xid, _| !snapshot.ended(*xid));
         self.lanes.retain(|lane, _| lanes.contains_key(lane));
         for xid in &snapshot.running {
@@ -145,11 +134,7 @@ impl Floor {
         if self.tracked.len() > TRACKED_MAX {
             return self.forget();
         }
-        self.page = Some(Page {
-            lanes,
-            passed_over,
-            ended_above,
-        });
+        self.page = Some(Page { lanes });
     }
 
     /// The page's rows at these places are settled, by a transaction that changed at least one row and has ended.
@@ -184,10 +169,7 @@ impl Floor {
             if let Some(left) = part.positions.iter().find(|p| !is_settled(**p)) {
                 read = read.min(left - 1);
             }
-            if let (true, Some(above)) = (page.passed_over, page.ended_above) {
-                read = read.min(above);
-            }
-            if vouched && !page.passed_over {
+            if vouched {
                 floor.floor = floor.read.min(read);
                 floor.read = read;
             } else {

@@ -3,15 +3,22 @@
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
-use sqlx::{PgConnection, Row};
+use sqlx::postgres::PgArguments;
+use sqlx::query::Query;
+use sqlx::{PgConnection, Postgres, Row};
+use time::OffsetDateTime;
 
 use super::reader::Reader;
+use super::statement::Statement;
 use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros};
 use crate::error::{Error, Result};
 use crate::lane::{LANES, Lane};
 use crate::message::Message;
 use crate::store::header_codec::without_nul;
-use crate::store::{Enqueue, EnqueueStatement, Lease, OutboxReader, OutboxStore, Standing};
+use crate::store::{
+    CONTROLS_MAX, DestinationControl, Due, Enqueue, EnqueueStatement, Lease, OutboxReader,
+    OutboxStore, Standing,
+};
 
 /// Registrations that have ended and that one heartbeat removes at most.
 const FORGOTTEN_MAX: i64 = 100;
@@ -24,24 +31,46 @@ impl Enqueue for PostgresStore {
         if messages.is_empty() {
             return Ok(());
         }
-        let statement = self.statement(messages)?;
-        sqlx::query(self.sql.insert.clone())
-            .bind(statement.lanes)
-            .bind(statement.ids)
-            .bind(statement.destinations)
-            .bind(statement.keys)
-            .bind(statement.event_types)
-            .bind(statement.content_types)
-            .bind(statement.headers)
-            .bind(statement.payloads)
-            .bind(statement.versions)
-            .bind(statement.occurred_at)
-            .bind(statement.sizes)
+        let query = sqlx::query(self.sql.insert.clone());
+        bound(query, self.statement(messages)?)
             .execute(connection)
             .await
             .map_err(|e| error::of_statement("enqueue", e))?;
         Ok(())
     }
+
+    async fn insert_delayed(
+        &self,
+        connection: &mut PgConnection,
+        messages: &[Message],
+        delay: Duration,
+    ) -> Result<()> {
+        let query = sqlx::query(self.sql.insert_delayed.clone());
+        bound(query, self.statement(messages)?)
+            .bind(micros(delay))
+            .execute(connection)
+            .await
+            .map_err(|e| error::of_statement("enqueue", e))?;
+        Ok(())
+    }
+}
+/// Binds the columns of a statement, `$1` to `$11`.
+fn bound<'q>(
+    query: Query<'q, Postgres, PgArguments>,
+    statement: Statement<'q>,
+) -> Query<'q, Postgres, PgArguments> {
+    query
+        .bind(statement.lanes)
+        .bind(statement.ids)
+        .bind(statement.destinations)
+        .bind(statement.keys)
+        .bind(statement.event_types)
+        .bind(statement.content_types)
+        .bind(statement.headers)
+        .bind(statement.payloads)
+        .bind(statement.versions)
+        .bind(statement.occurred_at)
+        .bind(statement.sizes)
 }
 
 impl OutboxStore for PostgresStore {
@@ -176,6 +205,41 @@ impl OutboxStore for PostgresStore {
 
     fn reader(&self) -> Box<dyn OutboxReader> {
         Box::new(Reader::new(self.clone()))
+    }
+
+    fn release_due(&self, count_max: usize) -> BoxFuture<'_, Result<Due>> {
+        async move {
+            let query = sqlx::query_as(self.sql.release_due.clone())
+                .bind(i64::try_from(count_max).unwrap_or(i64::MAX));
+            let (released, next): (i64, Option<i64>) = self
+                .relayed("release due", |c| query.fetch_one(c).boxed())
+                .await?;
+            let next = next.map(|next| Duration::from_micros(u64::try_from(next).unwrap_or(0)));
+            Ok(Due {
+                released: u64::try_from(released).unwrap_or(0),
+                next,
+            })
+        }
+        .boxed()
+    }
+
+    fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>> {
+        async move {
+            let query = sqlx::query_as(self.sql.controls.clone())
+                .bind(i64::try_from(CONTROLS_MAX).unwrap_or(i64::MAX));
+            let rows: Vec<(String, bool, Option<i32>, String, OffsetDateTime)> = self
+                .relayed("read controls", |c| query.fetch_all(c).boxed())
+                .await?;
+            let controls = rows.into_iter().map(|row| DestinationControl {
+                destination: row.0,
+                paused: row.1,
+                rate_max: row.2.and_then(|rate| u32::try_from(rate).ok()),
+                because: row.3,
+                changed_at: row.4,
+            });
+            Ok(controls.collect())
+        }
+        .boxed()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

@@ -11,15 +11,15 @@ use time::OffsetDateTime;
 use tracing::error as alarm;
 
 use super::floor::{Ended, Floor, LanePage, Scan, Snapshot};
+use super::lines::Lines;
 use super::outbox::columns_of;
 use super::shares::Shares;
 use super::{PostgresStore, error, read_message};
 use crate::error::{Error, ErrorKind, Result};
 use crate::lane::Lane;
 use crate::message::Message;
-use crate::store::header_codec::without_nul;
 use crate::store::{
-    FetchRequest, Lease, OutboxReader, Page, PendingMessage, Settled, SettlementBatch, Verdict,
+    Ahead, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place, Settled, SettlementBatch,
 };
 
 /// The pause between two sweeps is at least so many times as long as the last one took: they walk through everything
@@ -33,6 +33,7 @@ pub(super) struct Reader {
     turn: usize,
     shares: Shares,
     floor: Floor,
+    lines: Lines,
     /// The server that the floor is about: running since then. `None`: not known, or a standby.
     server: Option<OffsetDateTime>,
     /// The count of connections when it was.
@@ -47,6 +48,8 @@ struct Ask<'a> {
     known: Vec<i64>,
     rows_max: Vec<usize>,
     bytes_max: Vec<i64>,
+    /// Whether something may be set aside in the lane.
+    aside: Vec<bool>,
     closed: &'a [String],
 }
 
@@ -54,10 +57,17 @@ struct Ask<'a> {
 struct Answer {
     snapshot: Snapshot,
     server: Option<OffsetDateTime>,
-    scans: HashMap<Lane, Scan<Result<Message>>>,
+    scans: HashMap<Lane, Scan<Read>>,
+    /// Rows set aside that may go.
+    drained: HashMap<Lane, Vec<(i64, i64, Result<Message>)>>,
+    /// Lanes where something is set aside and will go by itself, or blocks; and those where something blocks.
+    aside: (Vec<Lane>, Vec<Lane>),
     /// Rows up to the known position, with their transaction.
     below: Vec<(Lane, i64, u64)>,
 }
+
+/// A row, or why it cannot be read, and what is set aside of its key.
+type Read = (Result<Message>, Vec<Ahead>);
 
 impl Ask<'_> {
     /// The same lanes from the first row on.
@@ -73,6 +83,7 @@ impl Ask<'_> {
             known: Vec::new(),
             rows_max: Vec::new(),
             bytes_max: Vec::new(),
+            aside: Vec::new(),
             closed: self.closed,
         };
         for (at, floor) in self.floors.iter().enumerate() {
@@ -82,6 +93,7 @@ impl Ask<'_> {
                 ask.known.push(*floor);
                 ask.rows_max.push(self.rows_max[at]);
                 ask.bytes_max.push(self.bytes_max[at]);
+                ask.aside.push(self.aside[at]);
             }
         }
         ask
@@ -96,6 +108,7 @@ impl Reader {
             turn: 0,
             shares: Shares::default(),
             floor: Floor::default(),
+            lines: Lines::default(),
             server: None,
             connections: 0,
         }
@@ -124,6 +137,10 @@ impl Reader {
             floors: vec![0; asked],
             known: vec![0; asked],
             bytes_max: rows_max.iter().map(bytes).collect(),
+            aside: leases
+                .iter()
+                .map(|lease| self.lines.may_be_in(*lease))
+                .collect(),
             leases,
             rows_max,
             closed: &request.closed,
@@ -141,11 +158,14 @@ impl Reader {
             .bind(ask.known.clone())
             .bind(rows_max.collect::<Vec<_>>())
             .bind(ask.bytes_max.clone())
-            .bind(ask.closed.to_vec());
-        if let Some(ended) = ended {
-            let xids = ended.xids.iter().map(u64::to_string);
-            query = query.bind(xids.collect::<Vec<_>>());
-        }
+            .bind(ask.aside.clone());
+        query = match ended {
+            Some(ended) => {
+                let xids = ended.xids.iter().map(u64::to_string);
+                query.bind(xids.collect::<Vec<_>>())
+            }
+            None => query.bind(ask.closed.to_vec()),
+        };
         let rows = self
             .store
             .relayed("fetch", |c| query.fetch_all(c).boxed())
@@ -160,6 +180,12 @@ impl Reader {
         if self.connections != connections || self.store.floor_alarms() > 0 {
             self.floor.forget();
             self.connections = connections;
+        }
+        self.lines.begin(&request.leases);
+        if let Some(blocked) = self.lines.due() {
+            let started = Instant::now();
+            let freed = self.store.free(&blocked).await?;
+            self.lines.freed(freed, started.elapsed());
         }
         let mut ask = self.ask(request);
         // Also for lanes that are not asked this time.
@@ -191,6 +217,8 @@ impl Reader {
             self.sweep_due = Instant::now() + pause.max(self.store.sweep_pause);
         }
         self.raise_alarm(&answer.below);
+        let (aside, blocked) = &answer.aside;
+        self.lines.found(&ask.leases, aside, blocked);
         let ended = self.floor.ended(&answer.snapshot);
         let mut older = HashMap::new();
         if let Some(ended) = &ended {
@@ -209,7 +237,7 @@ impl Reader {
         request: &FetchRequest,
         ask: &Ask<'_>,
         mut answer: Answer,
-        mut older: HashMap<Lane, Scan<Result<Message>>>,
+        mut older: HashMap<Lane, Scan<Read>>,
         ended: Option<&Ended>,
     ) -> Page {
         let mut page = Page::default();
@@ -217,27 +245,39 @@ impl Reader {
         for (at, Lease { lane, .. }) in ask.leases.iter().enumerate() {
             let scan = answer.scans.remove(lane).unwrap_or_default();
             let older = older.remove(lane).unwrap_or_default();
-            let scan = scan.after(older, ask.rows_max[at], ask.bytes_max[at]);
-            self.shares.note(*lane, scan.rows.len(), scan.cut.is_some());
+            let drained = answer.drained.remove(lane).unwrap_or_default();
+            // What goes first takes its part of the limits.
+            let rows_max = ask.rows_max[at].saturating_sub(drained.len()).max(1);
+            let bytes: i64 = drained.iter().map(|row| row.1).sum();
+            let scan = scan.after(older, rows_max, ask.bytes_max[at].saturating_sub(bytes));
+            let count = drained.len() + scan.rows.len();
+            self.shares.note(*lane, count, scan.cut.is_some());
             page.full |= scan.cut.is_some();
             let part = LanePage {
                 positions: scan.rows.iter().map(|row| row.0).collect(),
                 cut: scan.cut,
             };
             lanes.insert(*lane, part);
-            for (position, _, message) in scan.rows {
+            let drained = drained.into_iter().map(|(position, _, message)| {
+                (Place::aside(*lane, position), (message, Vec::new()))
+            });
+            let pending = scan
+                .rows
+                .into_iter()
+                .map(|(position, _, read)| (Place::pending(*lane, position), read));
+            for (place, (message, ahead)) in drained.chain(pending) {
                 match message {
                     Ok(message) => page.rows.push(PendingMessage {
-                        lane: *lane,
-                        position,
+                        place,
                         message,
+                        ahead,
                     }),
-                    Err(error) => page.unreadable.push((*lane, position, error)),
+                    Err(error) => page.unreadable.push((place, error)),
                 }
             }
         }
         page.full |= page.rows.len() + page.unreadable.len() >= request.rows_max;
-        page.rows.sort_by_key(|row| (row.lane, row.position));
+        page.rows.sort_by_key(|row| row.place);
         // A lane that was not asked stays where it is, or below what ended transactions may have left in it.
         for Lease { lane, .. } in &request.leases {
             let floor = self.floor.of(*lane);
@@ -246,9 +286,8 @@ impl Reader {
                 cut: Some(ended.map_or(floor, |ended| floor.min(ended.above))),
             });
         }
-        let passed_over = !request.closed.is_empty();
         if answer.server.is_some() && self.store.floor_alarms() == 0 {
-            self.floor.read(&answer.snapshot, lanes, passed_over);
+            self.floor.read(&answer.snapshot, lanes);
         } else {
             self.floor.forget();
         }
@@ -277,25 +316,37 @@ fn answer(rows: &[PgRow], ask: &Ask<'_>) -> Result<Answer> {
     let failed = |e| error::of_statement("fetch", e);
     let foreign = || Error::new(ErrorKind::Corrupt, "fetch", "no snapshot in the answer");
     let (mut snapshot, mut server) = (None, None);
+    let mut aside = (Vec::new(), Vec::new());
     let mut scans: HashMap<Lane, Scan<_>> = HashMap::new();
+    let mut drained: HashMap<Lane, Vec<_>> = HashMap::new();
     let mut below = Vec::new();
     for row in rows {
         let Some(lane): Option<Lane> = row.try_get(0).map_err(failed)? else {
             let text: &str = row.try_get(14).map_err(failed)?;
             snapshot = Some(Snapshot::parse(text).ok_or_else(foreign)?);
             server = row.try_get(15).map_err(failed)?;
+            aside.0 = row.try_get(17).map_err(failed)?;
+            aside.1 = row.try_get(18).map_err(failed)?;
             continue;
         };
         let position: i64 = row.try_get(1).map_err(failed)?;
         let size: i32 = row.try_get(11).map_err(failed)?;
-        let cut: bool = row.try_get(12).map_err(failed)?;
+        let Some(cut): Option<bool> = row.try_get(12).map_err(failed)? else {
+            let row = (position, i64::from(size), read_message(row, 2));
+            drained.entry(lane).or_default().push(row);
+            continue;
+        };
         let xid: Option<&str> = row.try_get(13).map_err(failed)?;
         if let Some(xid) = xid {
             below.push((lane, position, xid.parse().map_err(|_| foreign())?));
         }
+        let ahead: Option<Vec<String>> = row.try_get(16).map_err(failed)?;
+        let ahead = ahead.unwrap_or_default();
+        let ahead = ahead.iter().map(|text| ahead_of(text));
+        let ahead = ahead.collect::<Option<_>>().ok_or_else(foreign)?;
         let scan = scans.entry(lane).or_default();
         scan.rows
-            .push((position, i64::from(size), read_message(row, 2)));
+            .push((position, i64::from(size), (read_message(row, 2), ahead)));
         if cut {
             scan.cut = Some(position);
         }
@@ -314,7 +365,20 @@ fn answer(rows: &[PgRow], ask: &Ask<'_>) -> Result<Answer> {
         snapshot: snapshot.ok_or_else(foreign)?,
         server,
         scans,
+        drained,
+        aside,
         below,
+    })
+}
+
+/// Reads `1 17 orders`: blocked, last position, scope.
+fn ahead_of(text: &str) -> Option<Ahead> {
+    let (blocked, rest) = text.split_once(' ')?;
+    let (last, scope) = rest.split_once(' ')?;
+    Some(Ahead {
+        scope: scope.to_owned(),
+        last: last.parse().ok()?,
+        blocked: blocked == "1",
     })
 }
 
@@ -328,6 +392,7 @@ impl OutboxReader for Reader {
             let page = self.read(request).await;
             if page.is_err() {
                 self.floor.forget();
+                self.lines.forget();
             }
             page
         }
@@ -339,12 +404,14 @@ impl OutboxReader for Reader {
             if batch.verdicts.is_empty() {
                 return Ok(Settled::default());
             }
+            self.lines.settling(batch);
             let settled = self.store.settle(batch).await;
             match &settled {
                 Ok(Settled { fenced: 0, .. }) => {
-                    let verdicts = batch.verdicts.iter();
-                    let places = verdicts.map(|(lane, position, _)| (*lane, *position));
-                    self.floor.settled(places);
+                    let places = batch.verdicts.iter().map(|(place, _)| place);
+                    let pending = places.filter(|place| !place.is_aside());
+                    self.floor
+                        .settled(pending.map(|place| (place.lane, place.position)));
                 }
                 // Nothing changed, or it is not known what.
                 _ => self.floor.forget(),
@@ -352,49 +419,5 @@ impl OutboxReader for Reader {
             settled
         }
         .boxed()
-    }
-}
-
-impl PostgresStore {
-    /// One statement, which has ended for every later snapshot when this returns.
-    async fn settle(&self, batch: &SettlementBatch) -> Result<Settled> {
-        let mut leases = batch.leases.clone();
-        // Only these are locked: the others may change hands meanwhile.
-        leases.retain(|lease| batch.verdicts.iter().any(|(lane, ..)| *lane == lease.lane));
-        let (lanes, tokens) = columns_of(&leases);
-        let (mut confirmed, mut parked) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
-        let (mut reasons, mut errors) = (Vec::new(), Vec::new());
-        for (lane, position, verdict) in &batch.verdicts {
-            match verdict {
-                Verdict::Confirmed => {
-                    confirmed.0.push(*lane);
-                    confirmed.1.push(*position);
-                }
-                Verdict::Parked { reason, error } => {
-                    parked.0.push(*lane);
-                    parked.1.push(*position);
-                    reasons.push(reason.as_str().to_owned());
-                    // Refused here, one NUL would fail the whole batch for ever.
-                    errors.push(without_nul(error).into_owned());
-                }
-            }
-        }
-        let query = sqlx::query_scalar(self.sql.settle.clone())
-            .bind(lanes)
-            .bind(tokens)
-            .bind(confirmed.0)
-            .bind(confirmed.1)
-            .bind(parked.0)
-            .bind(parked.1)
-            .bind(reasons)
-            .bind(errors);
-        let applied: i64 = self
-            .relayed("settle", |c| query.fetch_one(c).boxed())
-            .await?;
-        let applied = usize::try_from(applied).unwrap_or(0);
-        Ok(Settled {
-            applied,
-            fenced: batch.verdicts.len().saturating_sub(applied),
-        })
     }
 }

@@ -1,29 +1,21 @@
 //! Every statement, built once from the validated prefix.
 
+mod admin;
+mod page;
+
 use std::sync::Arc;
 
 use sqlx::migrate::{Migration, MigrationType, Migrator};
 use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
-use crate::lane::LANES;
 use crate::store::Prefix;
+
+pub(super) use self::admin::{AdminSql, HORIZON};
+use self::page::{BLOCKED, drain, page};
 
 /// Columns of a message, in the order in which rows are read.
 const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
     version, occurred_at";
-
-/// ... and their types.
-const MESSAGE_TYPES: [&str; 9] = [
-    "text",
-    "text",
-    "bytea",
-    "text",
-    "text",
-    "text",
-    "bytea",
-    "bigint",
-    "timestamptz",
-];
 
 /// Planner settings of the relay's connections.
 ///
@@ -55,6 +47,9 @@ pub(super) const SCHEMA_IS_MISSING: &str = "SELECT to_regnamespace($1) IS NULL";
 
 pub(super) struct Sql {
     pub insert: SqlStr,
+    pub insert_delayed: SqlStr,
+    pub release_due: SqlStr,
+    pub controls: SqlStr,
     pub heartbeat: SqlStr,
     pub standing: SqlStr,
     pub leave: SqlStr,
@@ -63,7 +58,9 @@ pub(super) struct Sql {
     pub release: SqlStr,
     pub fetch: SqlStr,
     pub refetch: SqlStr,
+    pub confirm: SqlStr,
     pub settle: SqlStr,
+    pub free: SqlStr,
     pub pending: SqlStr,
     pub aside: SqlStr,
     pub check_outbox: SqlStr,
@@ -80,6 +77,22 @@ pub(super) struct Sql {
 impl Sql {
     pub(super) fn new(prefix: &Prefix) -> Self {
         let t = prefix.as_str();
+        // Locks the lanes against a change of hands until the end of the statement, and re-reads a row that changed while
+        // it waited.
+        let held = format!(
+            "SELECT z.lane FROM {t}outbox_lane z \
+             JOIN unnest($1::int[], $2::bigint[]) AS l(lane, token) ON z.lane = l.lane AND z.token = l.token \
+             FOR KEY SHARE OF z"
+        );
+        // By ctid, because a join on (lane, position) was seen to flip into a scan of the whole index.
+        let confirmed = format!(
+            "DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
+                SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
+                CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
+                    WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
+                WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
+             RETURNING 1"
+        );
         Self {
             // Positions are drawn in the order of the sub-select.
             insert: safe(format!(
@@ -89,6 +102,36 @@ impl Sql {
                     $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
                     WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
                  ORDER BY place"
+            )),
+            insert_delayed: safe(format!(
+                "INSERT INTO {t}outbox_aside (state, reason, due_at, lane, {MESSAGE}, size) \
+                 SELECT 'delayed', 'delayed', clock_timestamp() + $12::bigint * interval '1 microsecond', \
+                    lane, {MESSAGE}, size \
+                 FROM unnest($1::int[], $2::text[], $3::text[], $4::bytea[], $5::text[], $6::text[], \
+                    $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
+                    WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
+                 ORDER BY place"
+            )),
+            // What is left is looked at as it was before: a relay that finds nothing due sleeps until then.
+            release_due: safe(format!(
+                "WITH due AS MATERIALIZED ( \
+                    SELECT ctid, due_at FROM {t}outbox_aside \
+                    WHERE state = 'delayed' AND due_at <= clock_timestamp() \
+                    ORDER BY due_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
+                 taken AS ( \
+                    DELETE FROM {t}outbox_aside WHERE ctid = ANY (ARRAY(SELECT ctid FROM due)) RETURNING *), \
+                 moved AS ( \
+                    INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+                    SELECT lane, {MESSAGE}, size FROM taken ORDER BY due_at, position \
+                    RETURNING 1) \
+                 SELECT (SELECT count(*) FROM moved), ( \
+                    SELECT (extract(epoch FROM due_at - clock_timestamp()) * 1000000)::bigint \
+                    FROM {t}outbox_aside WHERE state = 'delayed' AND due_at > clock_timestamp() \
+                    ORDER BY due_at LIMIT 1)"
+            )),
+            controls: safe(format!(
+                "SELECT destination, paused, rate_max, because, changed_at \
+                 FROM {t}outbox_destination ORDER BY destination COLLATE \"C\" LIMIT $1"
             )),
             // `gone` reads `beat`, and so comes after it: two that found each other's registration ended, and locked
             // that before their own, would wait for each other. The count sees the state before this statement.
@@ -134,45 +177,73 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
-            fetch: safe(page(t, "true")),
+            fetch: safe(format!("{} UNION ALL {}", page(t, "true"), drain(t))),
             // Of transactions that had ended when the page was read, below the floor: exactly what that view lacks.
             refetch: safe(page(
                 t,
                 "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),
-            // `held` locks the lanes against a change of hands until the end of this statement, and re-reads a row
-            // that changed while it waited. The rows are deleted by ctid because a join on (lane, position) was seen
-            // to flip into a scan of the whole index.
+            confirm: safe(format!(
+                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed}) \
+                 SELECT count(*) FROM confirmed"
+            )),
+            // A row that is set aside already changes where it stands.
             settle: safe(format!(
-                "WITH held AS MATERIALIZED ( \
-                    SELECT z.lane FROM {t}outbox_lane z \
-                    JOIN unnest($1::int[], $2::bigint[]) AS l(lane, token) \
-                        ON z.lane = l.lane AND z.token = l.token \
-                    FOR KEY SHARE OF z), \
-                 confirmed AS ( \
-                    DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
-                        SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
-                        CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
-                            WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
-                    RETURNING 1), \
-                 parked AS ( \
-                    DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
-                        SELECT x.ctid FROM unnest($5::int[], $6::bigint[]) AS d(lane, position) \
-                        CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
-                            WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
-                    RETURNING *), \
+                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed}), \
+                 moving AS MATERIALIZED ( \
+                    SELECT v.state, v.reason, v.error, v.scope, o.* \
+                    FROM unnest($5::int[], $6::bigint[], $7::text[], $8::text[], $9::text[], $10::text[]) \
+                        AS v(of_lane, at, state, reason, error, scope) \
+                    CROSS JOIN LATERAL (SELECT o.ctid AS row, o.* FROM {t}outbox o \
+                        WHERE o.lane = v.of_lane AND o.position = v.at LIMIT 1) o \
+                    WHERE v.of_lane = ANY (ARRAY(SELECT lane FROM held))), \
+                 gone AS (DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY(SELECT row FROM moving))), \
                  moved AS ( \
-                    INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
-                    SELECT 'parked', v.reason, v.error, p.lane, {MESSAGE}, p.size \
-                    FROM parked p \
-                    JOIN unnest($5::int[], $6::bigint[], $7::text[], $8::text[]) \
-                        AS v(lane, position, reason, error) \
-                        ON v.lane = p.lane AND v.position = p.position \
-                    ORDER BY p.lane, p.position \
+                    INSERT INTO {t}outbox_aside (state, reason, error, scope, outbox_position, lane, {MESSAGE}, size) \
+                    SELECT state, reason, nullif(error, ''), scope, position, lane, {MESSAGE}, size \
+                    FROM moving ORDER BY lane, position \
+                    RETURNING 1), \
+                 sent AS ( \
+                    DELETE FROM {t}outbox_aside WHERE ctid = ANY (ARRAY( \
+                        SELECT x.ctid FROM unnest($11::int[], $12::bigint[]) AS d(lane, position) \
+                        CROSS JOIN LATERAL (SELECT a.ctid FROM {t}outbox_aside a \
+                            WHERE a.lane = d.lane AND a.outbox_position = d.position LIMIT 1) x \
+                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
+                        AND state = 'waiting' \
+                    RETURNING 1), \
+                 changed AS ( \
+                    UPDATE {t}outbox_aside a SET state = v.state, reason = v.reason, error = nullif(v.error, ''), \
+                        attempts = a.attempts + 1 \
+                    FROM unnest($13::int[], $14::bigint[], $15::text[], $16::text[], $17::text[]) \
+                        AS v(lane, position, state, reason, error) \
+                    WHERE a.lane = v.lane AND a.outbox_position = v.position AND a.state = 'waiting' \
+                        AND v.lane = ANY (ARRAY(SELECT lane FROM held)) \
                     RETURNING 1) \
-                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved)"
+                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved) \
+                    + (SELECT count(*) FROM sent) + (SELECT count(*) FROM changed)"
+            )),
+            // A line is what is set aside of one key in one scope. Where its first row is held, what blocked it is gone.
+            // Walks from line to line along the index. Rows freed too early would wait all the same.
+            free: safe(format!(
+                "WITH RECURSIVE line AS ( \
+                    SELECT f.* FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
+                    JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
+                    CROSS JOIN LATERAL (SELECT e.lane, md5(e.key) AS hash, e.scope, e.state \
+                        FROM {t}outbox_aside e WHERE e.lane = l.lane AND {BLOCKED} \
+                        ORDER BY md5(e.key), e.scope, e.outbox_position LIMIT 1) f \
+                    UNION ALL \
+                    SELECT n.* FROM line CROSS JOIN LATERAL (SELECT e.lane, md5(e.key), e.scope, e.state \
+                        FROM {t}outbox_aside e WHERE e.lane = line.lane AND {BLOCKED} \
+                            AND (md5(e.key), e.scope) > (line.hash, line.scope) \
+                        ORDER BY md5(e.key), e.scope, e.outbox_position LIMIT 1) n), \
+                 freed AS ( \
+                    UPDATE {t}outbox_aside SET state = 'waiting' WHERE ctid = ANY (ARRAY( \
+                        SELECT h.ctid FROM line CROSS JOIN LATERAL (SELECT e.ctid FROM {t}outbox_aside e \
+                            WHERE e.lane = line.lane AND md5(e.key) = line.hash AND e.scope = line.scope AND {BLOCKED} \
+                            ORDER BY e.outbox_position LIMIT $3) h \
+                        WHERE line.state = 'held' LIMIT $3)) AND state = 'held' \
+                    RETURNING 1) \
+                 SELECT count(*) FROM freed"
             )),
             pending: safe(format!(
                 "SELECT count(*) FROM (SELECT 1 FROM {t}outbox LIMIT $1) counted"
@@ -192,7 +263,7 @@ impl Sql {
                  LEFT JOIN pg_sequence s \
                     ON s.seqrelid = pg_get_serial_sequence('{t}outbox', 'position')::regclass \
                  WHERE c.oid = '{t}outbox'::regclass AND '{t}outbox_aside'::regclass IS NOT NULL \
-                    AND '{t}relay'::regclass IS NOT NULL"
+                    AND '{t}outbox_destination'::regclass IS NOT NULL AND '{t}relay'::regclass IS NOT NULL"
             )),
             check_inbox: safe(format!(
                 "SELECT current_setting('server_encoding') \
@@ -237,35 +308,6 @@ impl Sql {
     }
 }
 
-/// Reads lanes from their floors, at most so many rows and bytes each.
-///
-/// The one row without a lane says which view of the data this is, and since when the server runs, or nothing of a
-/// standby's. A lane's first row, whose size is the sum so far, comes however large it is. `cut`: the byte limit ends
-/// the lane here though a next row is known. The writing transaction is told of rows that should not be there: those up
-/// to the position that was `known` to be settled.
-fn page(t: &str, condition: &str) -> String {
-    let nothing = MESSAGE_TYPES.map(|sql| format!("NULL::{sql}")).join(", ");
-    format!(
-        "SELECT NULL::int, NULL::bigint, {nothing}, NULL::int, NULL::bool, NULL::text, \
-            pg_current_snapshot()::text, \
-            CASE WHEN NOT pg_is_in_recovery() THEN pg_postmaster_start_time() END \
-         UNION ALL \
-         SELECT o.lane, o.position, {MESSAGE}, o.size, o.bytes + coalesce(o.next_size, 0) > l.bytes_max, \
-            CASE WHEN o.position <= l.known THEN o.xid::text END, NULL, NULL \
-         FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[]) \
-            AS l(lane, token, floor, known, rows_max, bytes_max) \
-         JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
-         CROSS JOIN LATERAL ( \
-            SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
-            FROM (SELECT * FROM {t}outbox o \
-                WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($7::text[]) \
-                    AND {condition} \
-                ORDER BY o.position LIMIT l.rows_max) p \
-            WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
-         WHERE o.bytes <= l.bytes_max OR o.bytes = o.size"
-    )
-}
-
 /// Safe because [`Prefix`] is: nothing else that a caller chose is in the text. Shared, so that a use costs no copy.
 fn safe(text: String) -> SqlStr {
     AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
@@ -288,112 +330,6 @@ pub(super) fn migrator(prefix: &Prefix) -> Migrator {
     migrator.set_ignore_missing(true);
     migrator
 }
-
-/// What an operator asks for. All but `depth` and `horizon` touch only rows set aside, along their primary key.
-pub(super) struct AdminSql {
-    pub depth: SqlStr,
-    pub list: SqlStr,
-    pub show: SqlStr,
-    pub last: SqlStr,
-    pub count: SqlStr,
-    pub requeue: SqlStr,
-    pub discard: SqlStr,
-    pub dead_rows: SqlStr,
-}
-
-impl AdminSql {
-    fn new(t: &str) -> Self {
-        const ENTRY: &str = "position, state, reason, error, attempts, set_aside_at, message_id, destination, key, \
-            event_type, size";
-        const MATCHES: &str = "($1::text IS NULL OR destination = $1) AND ($2::text IS NULL OR reason = $2) \
-            AND ($3::bytea IS NULL OR key = $3) AND ($4::text IS NULL OR message_id = $4) \
-            AND ($5::bigint IS NULL OR set_aside_at <= clock_timestamp() - $5 * interval '1 microsecond') \
-            AND position > $6 AND position <= $7";
-        // The rows of one step. DELETE waits for whoever has a row and passes over it when it is gone then; the array
-        // is read along the index, so that all lock in one order.
-        let taken = format!(
-            "WITH step AS MATERIALIZED ( \
-                SELECT position FROM ( \
-                    SELECT position, sum(size::bigint) OVER (ORDER BY position) - size AS before FROM ( \
-                        SELECT position, size FROM {t}outbox_aside WHERE {MATCHES} AND state = 'parked' \
-                        ORDER BY position LIMIT $8) page) measured \
-                WHERE before < $9), \
-             taken AS ( \
-                DELETE FROM {t}outbox_aside \
-                WHERE position = ANY (ARRAY(SELECT position FROM step ORDER BY position)) AND state = 'parked' \
-                RETURNING *)"
-        );
-        Self {
-            // The limit stands inside each lane: a long lane must not hide the others.
-            depth: safe(format!(
-                "SELECT l.lane::bigint, o.destination, NULL::text, count(*), \
-                    (extract(epoch FROM clock_timestamp() - min(o.enqueued_at)) * 1000000)::bigint \
-                 FROM generate_series(0, {}) AS l(lane) \
-                 CROSS JOIN LATERAL (SELECT destination, enqueued_at FROM {t}outbox \
-                    WHERE lane = l.lane ORDER BY position LIMIT $1) o \
-                 GROUP BY l.lane, o.destination \
-                 UNION ALL \
-                 SELECT NULL, destination, reason, count(*), NULL \
-                 FROM (SELECT destination, reason FROM {t}outbox_aside ORDER BY position LIMIT $1) a \
-                 GROUP BY destination, reason",
-                LANES - 1
-            )),
-            list: safe(format!(
-                "SELECT {ENTRY} FROM {t}outbox_aside WHERE {MATCHES} ORDER BY position LIMIT $8"
-            )),
-            show: safe(format!(
-                "SELECT {ENTRY}, {MESSAGE} FROM {t}outbox_aside WHERE position = $1"
-            )),
-            last: safe(format!(
-                "SELECT coalesce(max(position), 0) FROM {t}outbox_aside"
-            )),
-            count: safe(format!(
-                "SELECT max(position), count(*) FROM ( \
-                    SELECT position FROM {t}outbox_aside WHERE {MATCHES} AND state = 'parked' \
-                    ORDER BY position LIMIT $8) page"
-            )),
-            // Positions are drawn in the order of the sub-select, after the transaction's id: the DELETE took it.
-            requeue: safe(format!(
-                "{taken}, moved AS ( \
-                    INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
-                    SELECT lane, {MESSAGE}, size FROM taken ORDER BY position \
-                    RETURNING position, message_id) \
-                 SELECT (SELECT max(position) FROM step), array_agg(message_id ORDER BY position) FROM moved"
-            )),
-            discard: safe(format!(
-                "{taken} SELECT (SELECT max(position) FROM step), array_agg(message_id ORDER BY position) \
-                 FROM taken"
-            )),
-            dead_rows: safe(format!(
-                "SELECT s.relname::text, s.n_live_tup, s.n_dead_tup, greatest(s.last_vacuum, s.last_autovacuum) \
-                 FROM unnest(ARRAY['outbox', 'outbox_aside', 'outbox_lane', 'relay', 'inbox', 'dead_letter']) AS t(name) \
-                 JOIN pg_stat_user_tables s ON s.relid = to_regclass('{t}' || t.name) \
-                 ORDER BY s.n_dead_tup DESC"
-            )),
-        }
-    }
-}
-
-/// Whoever keeps dead rows of this database from being removed, the oldest first.
-///
-/// Sessions of other databases do not; a standby's do through its walsender or slot. A vacuum's own snapshot does not
-/// count. Names and ages only: a query's text may hold secrets.
-pub(super) const HORIZON: &str = "SELECT kind, pid, name, state, \
-        (extract(epoch FROM clock_timestamp() - since) * 1000000)::bigint, xids::bigint \
-     FROM ( \
-        SELECT 'session' AS kind, pid, application_name AS name, state, xact_start AS since, \
-            greatest(age(backend_xid), age(backend_xmin)) AS xids \
-        FROM pg_stat_activity \
-        WHERE pid <> pg_backend_pid() AND (backend_xid IS NOT NULL OR backend_xmin IS NOT NULL) \
-            AND backend_type IS DISTINCT FROM 'autovacuum worker' \
-            AND (datname = current_database() OR datname IS NULL) \
-        UNION ALL \
-        SELECT 'prepared', NULL, gid, NULL, prepared, age(transaction) \
-        FROM pg_prepared_xacts WHERE database = current_database() \
-        UNION ALL \
-        SELECT 'slot', active_pid, slot_name::text, CASE WHEN active THEN 'active' ELSE 'inactive' END, NULL, age(xmin) \
-        FROM pg_replication_slots WHERE xmin IS NOT NULL) holders \
-     ORDER BY xids DESC, since LIMIT $1";
 
 #[cfg(test)]
 mod tests {

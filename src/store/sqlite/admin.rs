@@ -12,9 +12,10 @@ use super::{SqliteStore, error, instant, json, micros, read_message};
 use crate::error::Result;
 use crate::message::MessageId;
 use crate::store::admin_steps::{
-    COUNT_ROWS_MAX, Counted, STEP_BYTES_MAX, STEP_ROWS_MAX, Step, depth_of, in_steps, log, words,
+    COUNT_ROWS_MAX, Control, Counted, STEP_BYTES_MAX, STEP_ROWS_MAX, Step, depth_of, in_steps, log,
+    words,
 };
-use crate::store::{AsideEntry, AsideFilter, AsideMessage, Depth, Mode, OutboxAdmin};
+use crate::store::{AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, Mode, OutboxAdmin};
 use crate::story::Reason;
 
 impl OutboxAdmin for SqliteStore {
@@ -83,9 +84,59 @@ impl OutboxAdmin for SqliteStore {
     ) -> BoxFuture<'a, Result<u64>> {
         self.act("discard", filter, Some(because), mode).boxed()
     }
+
+    fn pause<'a>(&'a self, destination: &'a str, because: &'a str) -> BoxFuture<'a, Result<()>> {
+        let pause = Control::Pause;
+        self.control(destination, pause, because).boxed()
+    }
+
+    fn resume<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<()>> {
+        self.control(destination, Control::Resume, "resumed")
+            .boxed()
+    }
+
+    fn limit<'a>(
+        &'a self,
+        destination: &'a str,
+        rate_max: Option<u32>,
+        because: &'a str,
+    ) -> BoxFuture<'a, Result<()>> {
+        let limit = Control::Limit(rate_max);
+        self.control(destination, limit, because).boxed()
+    }
 }
 
 impl SqliteStore {
+    async fn control(&self, destination: &str, control: Control, because: &str) -> Result<()> {
+        let row = control.row(destination, because)?;
+        let failed = self.pool_error("control");
+        let mut transaction = self.begin_immediate("control").await?;
+        let others: i64 = sqlx::query_scalar(self.sql.admin.count_controls.clone())
+            .bind(destination)
+            .fetch_one(transaction.connection())
+            .await
+            .map_err(&failed)?;
+        let room = usize::try_from(others).is_ok_and(|others| others < CONTROLS_MAX);
+        if room {
+            sqlx::query(self.sql.admin.control.clone())
+                .bind(destination)
+                .bind(row.paused)
+                .bind(row.limits)
+                .bind(row.rate_max)
+                .bind(because)
+                .execute(transaction.connection())
+                .await
+                .map_err(&failed)?;
+        }
+        sqlx::query(self.sql.admin.forget_control.clone())
+            .bind(destination)
+            .execute(transaction.connection())
+            .await
+            .map_err(&failed)?;
+        transaction.commit().await.map_err(&failed)?;
+        control.done(destination, because, u64::from(room))
+    }
+
     /// Discards with words that say why, requeues without.
     async fn act(
         &self,
@@ -144,8 +195,11 @@ impl SqliteStore {
         let (positions, ids): (Vec<_>, Vec<_>) = found.map_err(&failed)?.into_iter().unzip();
         let list = json(positions.iter().map(|position| Value::from(*position)));
         let admin = &self.sql.admin;
-        let requeue = because.is_none().then_some(&admin.requeue);
-        for sql in requeue.into_iter().chain([&admin.discard]) {
+        let statements = match because {
+            Some(_) => &admin.discard[..],
+            None => &admin.requeue[..],
+        };
+        for sql in statements {
             sqlx::query(sql.clone())
                 .bind(list.as_str())
                 .execute(transaction.connection())

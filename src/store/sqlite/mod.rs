@@ -10,6 +10,7 @@ mod dead_letters;
 mod error;
 mod inbox;
 mod outbox;
+mod reader;
 mod sql;
 
 use std::fmt;

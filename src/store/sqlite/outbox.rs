@@ -4,17 +4,19 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
 use serde_json::Value;
-use sqlx::{Connection, Row, SqliteConnection};
+use sqlx::query::Query;
+use sqlx::sqlite::SqliteArguments;
+use sqlx::{Connection, Sqlite, SqliteConnection};
 
-use super::{SqliteStore, error, json, micros, read_message, size, sql};
+use super::reader::Reader;
+use super::{SqliteStore, error, instant, json, micros, size, sql};
 use crate::clock::unix_micros;
 use crate::error::{Error, Result};
 use crate::lane::{LANES, Lane, lane_of_message};
 use crate::message::Message;
 use crate::store::header_codec::{self, without_nul};
 use crate::store::{
-    Enqueue, FetchRequest, Lease, OutboxReader, OutboxStore, Page, PendingMessage, Settled,
-    SettlementBatch, Standing, Verdict,
+    CONTROLS_MAX, DestinationControl, Due, Enqueue, Lease, OutboxReader, OutboxStore, Standing,
 };
 
 /// Registrations that have ended and that one heartbeat removes at most.
@@ -42,6 +44,46 @@ impl Enqueue for SqliteStore {
         }
         savepoint.commit().await.map_err(failed)
     }
+
+    async fn insert_delayed(
+        &self,
+        connection: &mut SqliteConnection,
+        messages: &[Message],
+        delay: Duration,
+    ) -> Result<()> {
+        for message in messages {
+            storable(message)?;
+        }
+        let failed = |e| error::of_statement("enqueue", e);
+        let mut savepoint = connection.begin().await.map_err(failed)?;
+        for message in messages {
+            bound(sqlx::query(self.sql.delay.clone()), message)
+                .bind(micros(delay))
+                .execute(&mut *savepoint)
+                .await
+                .map_err(failed)?;
+        }
+        savepoint.commit().await.map_err(failed)
+    }
+}
+
+/// Binds the columns of a message.
+fn bound<'q>(
+    query: Query<'q, Sqlite, SqliteArguments>,
+    message: &'q Message,
+) -> Query<'q, Sqlite, SqliteArguments> {
+    query
+        .bind(lane_of_message(message))
+        .bind(message.id.as_str())
+        .bind(&message.destination)
+        .bind(message.key.as_deref())
+        .bind(&message.event_type)
+        .bind(message.content_type.as_deref())
+        .bind(header_codec::encode(message))
+        .bind(message.payload.as_deref())
+        .bind(message.version)
+        .bind(unix_micros(message.occurred_at))
+        .bind(size(message))
 }
 
 async fn insert_rows(
@@ -55,18 +97,7 @@ async fn insert_rows(
     // Only the text for one row is worth keeping prepared: the number of others varies.
     let mut query = sqlx::query(store.sql.insert(messages.len())).persistent(messages.len() == 1);
     for message in messages {
-        query = query
-            .bind(lane_of_message(message))
-            .bind(message.id.as_str())
-            .bind(&message.destination)
-            .bind(message.key.as_deref())
-            .bind(&message.event_type)
-            .bind(message.content_type.as_deref())
-            .bind(header_codec::encode(message))
-            .bind(message.payload.as_deref())
-            .bind(message.version)
-            .bind(unix_micros(message.occurred_at))
-            .bind(size(message));
+        query = bound(query, message);
     }
     query.execute(connection).await?;
     Ok(())
@@ -95,7 +126,7 @@ impl OutboxStore for SqliteStore {
 
     fn check(&self) -> BoxFuture<'_, Result<()>> {
         async move {
-            let (lanes, _, _, _): (i64, i64, i64, i64) =
+            let (lanes, ..): (i64, i64, i64, i64, i64) =
                 sqlx::query_as(self.sql.check_outbox.clone())
                     .fetch_one(&self.pool)
                     .await
@@ -218,10 +249,63 @@ impl OutboxStore for SqliteStore {
     }
 
     fn reader(&self) -> Box<dyn OutboxReader> {
-        Box::new(Reader {
-            store: self.clone(),
-            turn: 0,
-        })
+        Box::new(Reader::new(self.clone()))
+    }
+
+    fn release_due(&self, count_max: usize) -> BoxFuture<'_, Result<Due>> {
+        async move {
+            let failed = self.pool_error("release due");
+            // Looked at first without the write lock.
+            let due: Vec<i64> = sqlx::query_scalar(self.sql.due.clone())
+                .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
+                .fetch_all(&self.pool)
+                .await
+                .map_err(&failed)?;
+            let mut released = 0;
+            if !due.is_empty() {
+                let due = json(due.into_iter().map(Value::from));
+                let mut transaction = self.begin_immediate("release due").await?;
+                for sql in [&self.sql.release_due, &self.sql.forget_due] {
+                    released = sqlx::query(sql.clone())
+                        .bind(due.as_str())
+                        .execute(transaction.connection())
+                        .await
+                        .map_err(&failed)?
+                        .rows_affected();
+                }
+                transaction.commit().await.map_err(&failed)?;
+            }
+            let next: Option<i64> = sqlx::query_scalar(self.sql.next_due.clone())
+                .fetch_one(&self.pool)
+                .await
+                .map_err(&failed)?;
+            let next = next.map(|next| Duration::from_micros(u64::try_from(next).unwrap_or(0)));
+            Ok(Due { released, next })
+        }
+        .boxed()
+    }
+
+    fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>> {
+        async move {
+            let failed = self.pool_error("read controls");
+            let rows: Vec<(String, bool, Option<i64>, String, i64)> =
+                sqlx::query_as(self.sql.controls.clone())
+                    .bind(i64::try_from(CONTROLS_MAX).unwrap_or(i64::MAX))
+                    .fetch_all(&self.pool)
+                    .await
+                    .map_err(&failed)?;
+            let control = |row: (String, bool, Option<i64>, String, i64)| {
+                Ok(DestinationControl {
+                    destination: row.0,
+                    paused: row.1,
+                    rate_max: row.2.and_then(|rate| u32::try_from(rate).ok()),
+                    because: row.3,
+                    changed_at: instant(row.4)?,
+                })
+            };
+            rows.into_iter().map(control).collect()
+        }
+        .boxed()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {
@@ -271,135 +355,10 @@ fn leases_of(rows: Vec<(Lane, i64)>) -> Vec<Lease> {
     leases
 }
 
-fn rows_of(leases: &[Lease]) -> String {
+pub(super) fn rows_of(leases: &[Lease]) -> String {
     json(
         leases
             .iter()
             .map(|lease| Value::from(vec![i64::from(lease.lane), lease.token])),
     )
-}
-
-/// Reads every lane from its first row: with one writer there is no late commit, and no dead row to pass.
-struct Reader {
-    store: SqliteStore,
-    /// Which lane goes first when there are more lanes than rows allowed.
-    turn: usize,
-}
-
-impl OutboxReader for Reader {
-    fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>> {
-        async move {
-            let count = request.leases.len();
-            if count == 0 || request.rows_max == 0 {
-                return Ok(Page::default());
-            }
-            let mut leases = request.leases.clone();
-            leases.rotate_left(self.turn % count);
-            self.turn = (self.turn + 1) % count;
-            let lane_rows = (request.rows_max / count).max(1);
-            let lane_bytes = i64::try_from(request.bytes_max / count).unwrap_or(i64::MAX);
-            let failed = self.store.pool_error("fetch");
-            let rows = sqlx::query(self.store.sql.fetch.clone())
-                .bind(rows_of(&leases))
-                .bind(i64::try_from(lane_rows).unwrap_or(i64::MAX))
-                .bind(json(request.closed.iter().map(|d| Value::from(d.as_str()))))
-                .bind(lane_bytes)
-                .bind(i64::try_from(request.rows_max).unwrap_or(i64::MAX))
-                .fetch_all(&self.store.pool)
-                .await
-                .map_err(&failed)?;
-            let mut page = Page {
-                full: rows.len() >= request.rows_max,
-                ..Page::default()
-            };
-            let mut found = Vec::with_capacity(rows.len());
-            for row in &rows {
-                let lane: Lane = row.try_get(0).map_err(&failed)?;
-                let position: i64 = row.try_get(1).map_err(&failed)?;
-                let size: i64 = row.try_get(11).map_err(&failed)?;
-                found.push((lane, position, size, row));
-            }
-            // The statement promises no order; in practice this finds its input sorted by lane.
-            found.sort_by_key(|(lane, position, ..)| (*lane, *position));
-            for in_lane in found.chunk_by(|a, b| a.0 == b.0) {
-                page.full |= in_lane.len() >= lane_rows;
-                let mut bytes = 0_i64;
-                for (place, (lane, position, size, row)) in in_lane.iter().enumerate() {
-                    bytes = bytes.saturating_add(*size);
-                    if place > 0 && bytes > lane_bytes {
-                        page.full = true;
-                        break;
-                    }
-                    match read_message(row, 2) {
-                        Ok(message) => page.rows.push(PendingMessage {
-                            lane: *lane,
-                            position: *position,
-                            message,
-                        }),
-                        Err(error) => page.unreadable.push((*lane, *position, error)),
-                    }
-                }
-            }
-            Ok(page)
-        }
-        .boxed()
-    }
-
-    fn settle<'a>(&'a mut self, batch: &'a SettlementBatch) -> BoxFuture<'a, Result<Settled>> {
-        async move {
-            if batch.verdicts.is_empty() {
-                return Ok(Settled::default());
-            }
-            let (mut confirmed, mut parked) = (Vec::new(), Vec::new());
-            for (lane, position, verdict) in &batch.verdicts {
-                // A row of a lane without a lease has no token that could be current.
-                let token = batch.leases.iter().find(|lease| lease.lane == *lane);
-                let Some(token) = token.map(|lease| lease.token) else {
-                    continue;
-                };
-                let mut row = vec![
-                    Value::from(*lane),
-                    Value::from(*position),
-                    Value::from(token),
-                ];
-                match verdict {
-                    Verdict::Confirmed => confirmed.push(Value::from(row)),
-                    Verdict::Parked { reason, error } => {
-                        row.push(Value::from(reason.as_str()));
-                        row.push(Value::from(without_nul(error)));
-                        parked.push(Value::from(row));
-                    }
-                }
-            }
-            let store = &self.store;
-            let mut transaction = store.begin_immediate("settle").await?;
-            let failed = store.pool_error("settle");
-            let parked = json(parked.into_iter());
-            let statements = [
-                (&store.sql.confirm, json(confirmed.into_iter()), true),
-                (&store.sql.set_aside, parked.clone(), false),
-                (&store.sql.confirm, parked, true),
-            ];
-            let mut applied = 0;
-            for (sql, rows, counts) in statements {
-                if rows == "[]" {
-                    continue;
-                }
-                let done = sqlx::query(sql.clone())
-                    .bind(rows)
-                    .execute(transaction.connection())
-                    .await
-                    .map_err(&failed)?;
-                if counts {
-                    applied += usize::try_from(done.rows_affected()).unwrap_or(0);
-                }
-            }
-            transaction.commit().await.map_err(&failed)?;
-            Ok(Settled {
-                applied,
-                fenced: batch.verdicts.len().saturating_sub(applied),
-            })
-        }
-        .boxed()
-    }
 }

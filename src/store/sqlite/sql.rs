@@ -21,8 +21,17 @@ const NOW: &str = "CAST(unixepoch('subsec') * 1000000 AS INTEGER)";
 /// Most rows of one INSERT: 11 parameters each, of 32,766 that a statement may have.
 pub(super) const INSERT_ROWS_MAX: usize = 500;
 
+/// Rows set aside that go by themselves, or block: a line is those of one scope and key.
+const IN_LINE: &str = "state IN ('waiting', 'held', 'blocking')";
+
 pub(super) struct Sql {
     insert: String,
+    pub delay: SqlStr,
+    pub release_due: SqlStr,
+    pub forget_due: SqlStr,
+    pub next_due: SqlStr,
+    pub due: SqlStr,
+    pub controls: SqlStr,
     pub heartbeat: SqlStr,
     pub forget: SqlStr,
     pub standing: SqlStr,
@@ -31,8 +40,14 @@ pub(super) struct Sql {
     pub renew: SqlStr,
     pub release: SqlStr,
     pub fetch: SqlStr,
+    pub any_aside: SqlStr,
+    pub freeable: SqlStr,
+    pub free: SqlStr,
+    pub drain: SqlStr,
     pub confirm: SqlStr,
     pub set_aside: SqlStr,
+    pub confirm_aside: SqlStr,
+    pub change_aside: SqlStr,
     pub pending: SqlStr,
     pub aside: SqlStr,
     pub check_outbox: SqlStr,
@@ -51,6 +66,29 @@ impl Sql {
         let t = prefix.as_str();
         Self {
             insert: format!("INSERT INTO {t}outbox (lane, {MESSAGE}, size) VALUES "),
+            delay: safe(format!(
+                "INSERT INTO {t}outbox_aside (state, reason, due_at, lane, {MESSAGE}, size) \
+                 VALUES ('delayed', 'delayed', {NOW} + ?12, ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)"
+            )),
+            due: safe(format!(
+                "SELECT position FROM {t}outbox_aside WHERE state = 'delayed' AND due_at <= {NOW} \
+                 ORDER BY due_at, position LIMIT ?1"
+            )),
+            release_due: safe(format!(
+                "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+                 SELECT lane, {MESSAGE}, size FROM {t}outbox_aside \
+                 WHERE position IN (SELECT value FROM json_each(?1)) ORDER BY due_at, position"
+            )),
+            forget_due: safe(format!(
+                "DELETE FROM {t}outbox_aside WHERE position IN (SELECT value FROM json_each(?1))"
+            )),
+            next_due: safe(format!(
+                "SELECT min(due_at) - {NOW} FROM {t}outbox_aside WHERE state = 'delayed'"
+            )),
+            controls: safe(format!(
+                "SELECT destination, paused, rate_max, because, changed_at \
+                 FROM {t}outbox_destination ORDER BY destination LIMIT ?1"
+            )),
             heartbeat: safe(format!(
                 "INSERT INTO {t}relay (id, name, expires_at) VALUES (?1, ?2, {NOW} + ?3) \
                  ON CONFLICT (id) DO UPDATE SET expires_at = excluded.expires_at"
@@ -86,19 +124,55 @@ impl Sql {
             // A page ends with the first row beyond the byte limit, so that the reader sees that there is one.
             // The last LIMIT only bites where there are more lanes than rows allowed, so never inside a lane.
             fetch: safe(format!(
-                "SELECT o.lane, o.position, {MESSAGE}, o.size \
+                "SELECT o.lane, o.position, {MESSAGE}, o.size, \
+                    CASE WHEN ?3 THEN ( \
+                        SELECT json_group_array(json_array(blocked, last, scope)) FROM ( \
+                            SELECT scope, max(outbox_position) AS last, state <> 'waiting' AS blocked \
+                            FROM {t}outbox_aside a \
+                            WHERE a.lane = o.lane AND a.key = o.key AND {IN_LINE} GROUP BY scope)) END \
                  FROM (SELECT value FROM json_each(?1)) l \
                  CROSS JOIN {t}outbox_lane z ON z.lane = l.value ->> 0 AND z.token = l.value ->> 1 \
                  CROSS JOIN {t}outbox o ON o.position IN ( \
                     SELECT position FROM ( \
                         SELECT position, sum(size) OVER w - size AS before, row_number() OVER w AS place \
                         FROM (SELECT position, size FROM {t}outbox \
-                            WHERE lane = z.lane AND position > 0 \
-                                AND destination NOT IN (SELECT value FROM json_each(?3)) \
-                            ORDER BY position LIMIT ?2) \
+                            WHERE lane = z.lane AND position > 0 ORDER BY position LIMIT ?2) \
                         WINDOW w AS (ORDER BY position)) \
                     WHERE before <= ?4 OR place <= 2) \
                  LIMIT ?5"
+            )),
+            any_aside: safe(format!(
+                "SELECT EXISTS (SELECT 1 FROM {t}outbox_aside WHERE {IN_LINE})"
+            )),
+            // Rows of a key that nothing blocks any more.
+            freeable: safe(format!(
+                "SELECT h.position FROM (SELECT value FROM json_each(?1)) l \
+                 CROSS JOIN {t}outbox_lane z ON z.lane = l.value ->> 0 AND z.token = l.value ->> 1 \
+                 CROSS JOIN {t}outbox_aside h ON h.lane = z.lane AND h.state = 'held' \
+                 WHERE NOT EXISTS (SELECT 1 FROM {t}outbox_aside b \
+                    WHERE b.lane = h.lane AND b.key = h.key AND b.scope = h.scope AND b.state = 'blocking' \
+                        AND b.outbox_position < h.outbox_position) \
+                 ORDER BY h.outbox_position LIMIT ?2"
+            )),
+            free: safe(format!(
+                "UPDATE {t}outbox_aside SET state = 'waiting' \
+                 WHERE state = 'held' AND position IN (SELECT value FROM json_each(?1))"
+            )),
+            // What is ahead of a row in its scope and key and has to wait keeps it back too.
+            drain: safe(format!(
+                "SELECT a.lane, a.outbox_position, {MESSAGE}, a.size \
+                 FROM (SELECT value FROM json_each(?1)) l \
+                 CROSS JOIN {t}outbox_lane z ON z.lane = l.value ->> 0 AND z.token = l.value ->> 1 \
+                 CROSS JOIN {t}outbox_aside a ON a.position IN ( \
+                    SELECT w.position FROM {t}outbox_aside w \
+                    WHERE w.lane = z.lane AND w.state = 'waiting' \
+                        AND w.destination NOT IN (SELECT value FROM json_each(?3)) \
+                        AND NOT EXISTS (SELECT 1 FROM {t}outbox_aside e \
+                            WHERE e.lane = w.lane AND e.key = w.key AND e.scope = w.scope \
+                                AND e.{IN_LINE} AND e.outbox_position < w.outbox_position \
+                                AND (e.state <> 'waiting' \
+                                    OR e.destination IN (SELECT value FROM json_each(?3)))) \
+                    ORDER BY w.outbox_position LIMIT ?2)"
             )),
             confirm: safe(format!(
                 "DELETE FROM {t}outbox WHERE position IN ( \
@@ -107,12 +181,27 @@ impl Sql {
                     CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane)"
             )),
             set_aside: safe(format!(
-                "INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
-                 SELECT 'parked', d.value ->> 3, d.value ->> 4, o.lane, {MESSAGE}, o.size \
+                "INSERT INTO {t}outbox_aside (state, reason, error, scope, outbox_position, lane, {MESSAGE}, size) \
+                 SELECT d.value ->> 3, d.value ->> 4, nullif(d.value ->> 5, ''), d.value ->> 6, o.position, \
+                    o.lane, {MESSAGE}, o.size \
                  FROM (SELECT value FROM json_each(?1)) d \
                  CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
                  CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane \
                  ORDER BY o.position"
+            )),
+            confirm_aside: safe(format!(
+                "DELETE FROM {t}outbox_aside WHERE position IN ( \
+                    SELECT a.position FROM (SELECT value FROM json_each(?1)) d \
+                    CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
+                    CROSS JOIN {t}outbox_aside a ON a.lane = z.lane AND a.outbox_position = d.value ->> 1 \
+                    WHERE a.state = 'waiting')"
+            )),
+            change_aside: safe(format!(
+                "UPDATE {t}outbox_aside AS a SET state = d.value ->> 3, reason = d.value ->> 4, \
+                    error = nullif(d.value ->> 5, ''), attempts = a.attempts + 1 \
+                 FROM json_each(?1) d \
+                 JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
+                 WHERE a.lane = z.lane AND a.outbox_position = d.value ->> 1 AND a.state = 'waiting'"
             )),
             pending: safe(format!(
                 "SELECT count(*) FROM (SELECT 1 FROM {t}outbox LIMIT ?1)"
@@ -123,7 +212,8 @@ impl Sql {
             check_outbox: safe(format!(
                 "SELECT (SELECT count(*) FROM {t}outbox_lane), \
                     (SELECT count(*) FROM (SELECT xx.lane, xx.position, xx.size FROM {t}outbox xx LIMIT 1)), \
-                    (SELECT count(*) FROM (SELECT xx.state, xx.reason FROM {t}outbox_aside xx LIMIT 1)), \
+                    (SELECT count(*) FROM (SELECT xx.state, xx.scope FROM {t}outbox_aside xx LIMIT 1)), \
+                    (SELECT count(*) FROM (SELECT xx.paused, xx.rate_max FROM {t}outbox_destination xx LIMIT 1)), \
                     (SELECT count(*) FROM (SELECT xx.id, xx.expires_at FROM {t}relay xx LIMIT 1))"
             )),
             check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
@@ -199,8 +289,11 @@ pub(super) struct AdminSql {
     pub last: SqlStr,
     pub count: SqlStr,
     pub step: SqlStr,
-    pub requeue: SqlStr,
-    pub discard: SqlStr,
+    pub requeue: [SqlStr; 3],
+    pub discard: [SqlStr; 1],
+    pub count_controls: SqlStr,
+    pub control: SqlStr,
+    pub forget_control: SqlStr,
 }
 
 impl AdminSql {
@@ -236,23 +329,47 @@ impl AdminSql {
             )),
             count: safe(format!(
                 "SELECT max(position), count(*) FROM ( \
-                    SELECT position FROM {t}outbox_aside WHERE {matches} AND state = 'parked' \
+                    SELECT position FROM {t}outbox_aside WHERE {matches} AND state IN ('parked', 'blocking') \
                     ORDER BY position LIMIT ?8)"
             )),
             step: safe(format!(
                 "SELECT position, message_id FROM ( \
                     SELECT position, message_id, sum(size) OVER (ORDER BY position) - size AS before FROM ( \
                         SELECT position, message_id, size FROM {t}outbox_aside \
-                        WHERE {matches} AND state = 'parked' ORDER BY position LIMIT ?8)) \
+                        WHERE {matches} AND state IN ('parked', 'blocking') ORDER BY position LIMIT ?8)) \
                  WHERE before < ?9 ORDER BY position"
             )),
-            requeue: safe(format!(
-                "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
-                 SELECT lane, {MESSAGE}, size FROM {t}outbox_aside \
-                 WHERE position IN (SELECT value FROM json_each(?1)) ORDER BY position"
-            )),
-            discard: safe(format!(
+            // One that blocks its key keeps its place.
+            requeue: [
+                safe(format!(
+                    "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+                     SELECT lane, {MESSAGE}, size FROM {t}outbox_aside \
+                     WHERE position IN (SELECT value FROM json_each(?1)) AND state = 'parked' ORDER BY position"
+                )),
+                safe(format!(
+                    "DELETE FROM {t}outbox_aside \
+                     WHERE position IN (SELECT value FROM json_each(?1)) AND state = 'parked'"
+                )),
+                safe(format!(
+                    "UPDATE {t}outbox_aside SET state = 'waiting', reason = 'requeued' \
+                     WHERE position IN (SELECT value FROM json_each(?1)) AND state = 'blocking'"
+                )),
+            ],
+            discard: [safe(format!(
                 "DELETE FROM {t}outbox_aside WHERE position IN (SELECT value FROM json_each(?1))"
+            ))],
+            count_controls: safe(format!(
+                "SELECT count(*) FROM {t}outbox_destination WHERE destination <> ?1"
+            )),
+            // Nothing is kept of a destination that is neither paused nor limited.
+            control: safe(format!(
+                "INSERT INTO {t}outbox_destination AS d (destination, paused, rate_max, because) \
+                 VALUES (?1, coalesce(?2, 0), CASE WHEN ?3 THEN ?4 END, ?5) \
+                 ON CONFLICT (destination) DO UPDATE SET paused = coalesce(?2, d.paused), \
+                    rate_max = CASE WHEN ?3 THEN ?4 ELSE d.rate_max END, because = ?5, changed_at = {NOW}"
+            )),
+            forget_control: safe(format!(
+                "DELETE FROM {t}outbox_destination WHERE destination = ?1 AND NOT paused AND rate_max IS NULL"
             )),
         }
     }

@@ -73,7 +73,7 @@ async fn the_horizon_counts_the_dead_rows_of_our_tables() {
     h.terminate_others().await;
     let table = loop {
         let horizon = h.store.horizon(10).await.unwrap();
-        assert_eq!(horizon.tables.len(), 6);
+        assert_eq!(horizon.tables.len(), 7);
         let table = horizon.tables.into_iter().next().unwrap();
         if table.dead > 0 {
             break table;
@@ -111,7 +111,8 @@ async fn the_documented_rights_of_an_operator_are_enough() {
     park_all(&h, &[keyed("a", "1"), keyed("a", "2")]).await;
     let rights = [
         "SELECT ON relaybox_outbox",
-        "SELECT, DELETE ON relaybox_outbox_aside",
+        "SELECT, UPDATE (state, reason), DELETE ON relaybox_outbox_aside",
+        "SELECT, INSERT, UPDATE, DELETE ON relaybox_outbox_destination",
         "INSERT (lane, message_id, destination, key, event_type, content_type, headers, payload, size, version, \
          occurred_at) ON relaybox_outbox",
     ];
@@ -135,6 +136,12 @@ async fn the_documented_rights_of_an_operator_are_enough() {
     );
     assert_eq!(operator.horizon(10).await.unwrap().tables.len(), 6);
     drop_role(&h, &operator).await;
+    operator
+        .pause("orders", "the warehouse moves")
+        .await
+        .unwrap();
+    operator.limit("orders", Some(5), "slowly").await.unwrap();
+    operator.resume("orders").await.unwrap();
 }
 
 /// Parks by SQL: what a relay does is shown elsewhere.
@@ -275,7 +282,7 @@ async fn the_documented_trigger_enqueues_with_the_business_row_and_not_without_i
     assert_eq!(message.destination, "orders");
     assert_eq!(message.event_type, "OrderPlaced");
     assert_eq!(message.key.as_deref(), Some(b"17".as_slice()));
-    assert_eq!(page.rows[0].lane, relaybox::lane::lane_of(b"17"));
+    assert_eq!(page.rows[0].place.lane, relaybox::lane::lane_of(b"17"));
     let payload = String::from_utf8(message.payload.as_deref().unwrap().to_vec()).unwrap();
     assert!(payload.contains(r#""total": 4.20"#), "{payload}");
     assert!(payload.contains(r#"Zoë \"Z\""#), "{payload}");

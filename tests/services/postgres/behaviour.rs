@@ -31,16 +31,16 @@ async fn a_late_commit_with_a_lower_position_is_fetched_like_any_other() {
     let mut reader = store.reader();
     let page = reader.fetch(&request(&leases)).await.unwrap();
     assert_eq!(page.rows.len(), 1);
-    let passed = page.rows[0].position;
+    let passed = page.rows[0].place.position;
     let batch = SettlementBatch {
         leases: leases.clone(),
-        verdicts: vec![(page.rows[0].lane, passed, Verdict::Confirmed)],
+        verdicts: vec![(page.rows[0].place, Verdict::Confirmed)],
     };
     assert_eq!(reader.settle(&batch).await.unwrap().applied, 1);
     store.commit(open).await.unwrap();
     let page = reader.fetch(&request(&leases)).await.unwrap();
     assert_eq!(page.rows[0].message.id, early.id);
-    assert!(page.rows[0].position < passed);
+    assert!(page.rows[0].place.position < passed);
 }
 
 #[tokio::test]
@@ -51,10 +51,10 @@ async fn a_lane_cannot_change_hands_while_its_settlement_is_under_way() {
     let old = store.lease("old", 16, Duration::ZERO).await.unwrap();
     let mut reader = store.reader();
     let page = reader.fetch(&request(&old)).await.unwrap();
-    let row = (page.rows[0].lane, page.rows[0].position);
+    let place = page.rows[0].place;
     let batch = SettlementBatch {
         leases: old,
-        verdicts: vec![(row.0, row.1, Verdict::Confirmed)],
+        verdicts: vec![(place, Verdict::Confirmed)],
     };
     // Somebody's lock on the row keeps the settlement waiting in the middle.
     let mut locker = h.pool().begin().await.unwrap();
@@ -67,7 +67,7 @@ async fn a_lane_cannot_change_hands_while_its_settlement_is_under_way() {
             .await
             .unwrap();
         assert_eq!(new.len(), 15);
-        assert!(new.iter().all(|lease| lease.lane != row.0));
+        assert!(new.iter().all(|lease| lease.lane != place.lane));
         locker.rollback().await.unwrap();
     };
     let (settled, ()) = tokio::join!(reader.settle(&batch), takeover);
@@ -207,7 +207,7 @@ async fn stale_statistics_neither_lift_the_limit_nor_cause_a_scan() {
     let batch = SettlementBatch {
         leases: leases.clone(),
         verdicts: verdicts
-            .map(|row| (row.lane, row.position, Verdict::Confirmed))
+            .map(|row| (row.place, Verdict::Confirmed))
             .collect(),
     };
     assert_eq!(reader.settle(&batch).await.unwrap().applied, 1_600);
@@ -245,11 +245,11 @@ async fn the_documented_insert_serves_other_clients() {
     for row in &page.rows {
         let message = &row.message;
         let spread_by = message.key.as_deref().unwrap_or(b"m-1");
-        assert_eq!(row.lane, lane_of(spread_by));
+        assert_eq!(row.place.lane, lane_of(spread_by));
         assert_eq!(message.headers.get_str("tenant"), Some("acme"));
         let sizes = format!(
             "SELECT size::bigint FROM relaybox_outbox WHERE position = {}",
-            row.position
+            row.place.position
         );
         let size = usize::try_from(h.number(&sizes).await).unwrap();
         assert!(size >= message.bytes(), "{size}");
@@ -336,7 +336,7 @@ async fn many_writers_and_relays_lose_repeat_and_reorder_nothing() {
                             verdicts: page
                                 .rows
                                 .iter()
-                                .map(|row| (row.lane, row.position, Verdict::Confirmed))
+                                .map(|row| (row.place, Verdict::Confirmed))
                                 .collect(),
                         };
                         assert_eq!(reader.settle(&batch).await.unwrap().fenced, 0);

@@ -129,8 +129,8 @@ async fn forty_writers_for_ten_seconds_lose_repeat_and_reorder_nothing() {
                 let version: i64 = text(row.message.payload.as_ref().unwrap()).parse().unwrap();
                 let before = last.insert(key.clone(), version).unwrap_or(0);
                 assert_eq!(version, before + 1, "aggregate {key}, seed {seed}");
-                late += usize::from(row.position < highest);
-                highest = highest.max(row.position);
+                late += usize::from(row.place.position < highest);
+                highest = highest.max(row.place.position);
                 seen += 1;
                 moved = true;
             }

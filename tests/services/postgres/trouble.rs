@@ -5,14 +5,15 @@ use std::time::{Duration, Instant};
 
 use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{
-    DeadLetterStore, Enqueue, InboxStore, OutboxStore, Recorded, SettlementBatch, Verdict,
+    AsideState, DeadLetterStore, Enqueue, InboxStore, OutboxStore, Recorded, SettlementBatch,
+    Verdict,
 };
 use relaybox::{ErrorKind, MessageId};
 use relaybox_testcontainers::PostgresOptions;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Executor};
 
-use crate::store_contract::{Harness, enqueue, keyed, lease_all, request};
+use crate::store_contract::{Harness, enqueue, keyed, lease_all, request, set_aside_as};
 
 use super::*;
 
@@ -276,9 +277,10 @@ async fn the_documented_rights_are_enough() {
         &h,
         "relay",
         &[
-            "SELECT, DELETE ON relaybox_outbox",
+            "SELECT, INSERT, DELETE ON relaybox_outbox",
             "SELECT, UPDATE ON relaybox_outbox_lane",
-            "SELECT, INSERT ON relaybox_outbox_aside",
+            "SELECT, INSERT, UPDATE, DELETE ON relaybox_outbox_aside",
+            "SELECT ON relaybox_outbox_destination",
             "SELECT, INSERT, UPDATE, DELETE ON relaybox_relay",
         ],
     );
@@ -287,17 +289,14 @@ async fn the_documented_rights_are_enough() {
     let leases = lease_all(&relay).await;
     let mut reader = relay.reader();
     let page = reader.fetch(&request(&leases)).await.unwrap();
-    let parked = Verdict::Parked {
-        reason: relaybox::story::Reason::new("rejected"),
-        error: String::new(),
-    };
+    let parked = set_aside_as(AsideState::Waiting, "closed", "");
     let verdicts = [Verdict::Confirmed, parked];
     let batch = SettlementBatch {
         verdicts: page
             .rows
             .iter()
             .zip(verdicts)
-            .map(|(row, verdict)| (row.lane, row.position, verdict))
+            .map(|(row, verdict)| (row.place, verdict))
             .collect(),
         leases: leases.clone(),
     };

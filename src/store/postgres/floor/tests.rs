@@ -23,8 +23,6 @@ enum Bent {
     Hasty,
     /// A page that was not settled counts like a settled one.
     SettledOrNot,
-    /// Lanes do not notice that rows were passed over.
-    ClosedIgnored,
 }
 
 /// A worker of a relay.
@@ -44,8 +42,6 @@ struct World {
     workers: Vec<Worker>,
     /// The current tokens.
     held: Vec<Lease>,
-    /// Keys whose messages are passed over.
-    closed: Option<usize>,
     published: HashSet<i64>,
     first: HashMap<usize, i64>,
     bent: Bent,
@@ -63,7 +59,6 @@ impl World {
             server: Server::default(),
             workers: vec![first, Worker::default()],
             held,
-            closed: None,
             published: HashSet::new(),
             first: HashMap::new(),
             bent,
@@ -86,8 +81,7 @@ impl World {
             // A worker that dies, or finds a new server.
             21 => self.workers[choice % 2].floor.forget(),
             22 => self.change_hands(choice % 2, choice / 2 % LANES, choice % 3 == 0),
-            23 => self.closed = (choice % 2 == 0).then_some(choice / 2 % KEYS),
-            24..28 => self.settle(choice % 2, choice / 2),
+            23..28 => self.settle(choice % 2, choice / 2),
             _ => self.poll(choice % 2, choice / 2)?,
         }
         Ok(())
@@ -116,7 +110,7 @@ impl World {
         ended: Option<(&Ended, i64)>,
     ) -> Scan<()> {
         let rows: Vec<_> = (self.server.rows.range(floor + 1..))
-            .filter(|(_, row)| row.lane == lane && Some(row.key) != self.closed)
+            .filter(|(_, row)| row.lane == lane)
             .filter(|(_, row)| self.server.sees(view, row))
             .filter(|(position, row)| {
                 ended.is_none_or(|(e, known)| **position <= known && e.xids.contains(&row.xid))
@@ -193,8 +187,7 @@ impl World {
             }
             lanes.insert(lease.lane, LanePage { positions, cut });
         }
-        let passed_over = self.closed.is_some() && self.bent != Bent::ClosedIgnored;
-        worker.floor.read(&view, lanes, passed_over);
+        worker.floor.read(&view, lanes);
         if matches!(self.bent, Bent::SettledOrNot) {
             let page = worker.page.clone();
             worker.floor.settled(page);
@@ -270,7 +263,6 @@ impl World {
 
     /// Everybody comes to an end; then everything is read and settled within few polls.
     fn finish(&mut self) -> Result<(), TestCaseError> {
-        self.closed = None;
         for worker in &mut self.workers {
             worker.leases.retain(|lease| self.held.contains(lease));
         }
@@ -336,7 +328,6 @@ fn every_bent_rule_is_noticed() {
         Bent::HastyBound,
         Bent::Hasty,
         Bent::SettledOrNot,
-        Bent::ClosedIgnored,
     ] {
         let why = run(bent, 20_000, 1).unwrap_err();
         println!("{bent:?}: {why}");
@@ -353,7 +344,7 @@ fn page(floor: &mut Floor, snapshot: &str, positions: &[i64]) {
         cut: None,
     };
     floor.begin(&[LEASE]);
-    floor.read(&snapshot, BTreeMap::from([(0, part)]), false);
+    floor.read(&snapshot, BTreeMap::from([(0, part)]));
     floor.settled(positions.iter().map(|position| (0, *position)));
 }
 
