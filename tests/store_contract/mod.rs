@@ -5,11 +5,13 @@
 mod admin;
 mod inbox;
 mod outbox;
+mod parking;
 mod relays;
 
 pub use admin::*;
 pub use inbox::*;
 pub use outbox::*;
+pub use parking::*;
 pub use relays::*;
 
 use std::future::Future;
@@ -143,6 +145,7 @@ macro_rules! store_contract {
             ended_registrations_are_removed_in_bounded_steps,
             no_lease_depends_on_a_registration,
             a_parked_row_moves_with_its_reason_and_is_counted,
+            an_error_text_of_any_length_and_characters_is_parked_and_listed,
             closed_destinations_are_passed_over,
             row_limits_hold_and_no_lane_is_starved,
             byte_limits_hold_but_for_one_message_a_lane,
