@@ -22,4 +22,6 @@ mod kafka;
 mod kafka_contract;
 mod postgres;
 mod relay_process;
+mod relay_trouble;
+mod versions;
 mod workload;

@@ -91,6 +91,10 @@ impl Running {
         Self { stop, task }
     }
 
+    pub fn has_ended(&self) -> bool {
+        self.task.is_finished()
+    }
+
     pub async fn stop(self) {
         let _ = self.stop.send(());
         let ended = tokio::time::timeout(DEADLINE, self.task).await;
