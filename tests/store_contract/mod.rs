@@ -139,6 +139,7 @@ macro_rules! store_contract {
             two_relays_leasing_in_the_same_instant_get_disjoint_lanes,
             a_lease_taken_over_fences_its_old_holder,
             an_expired_lease_renews_until_taken_and_a_released_one_never,
+            a_lease_of_a_state_that_was_undone_is_never_anothers,
             relays_see_each_other_and_agree_on_their_places,
             relays_that_come_in_the_same_instant_get_different_places,
             a_registration_ends_by_the_databases_clock_and_can_begin_again,
