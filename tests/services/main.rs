@@ -23,5 +23,6 @@ mod kafka_contract;
 mod postgres;
 mod relay_process;
 mod relay_trouble;
+mod restored;
 mod versions;
 mod workload;

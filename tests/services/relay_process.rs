@@ -24,7 +24,7 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 pub const LEASE: Duration = Duration::from_secs(4);
 
 /// `sent_at` is the database's time, `wall` that of the process which sent.
-const CREATE_LEDGER: &str = "CREATE TABLE sent (n bigserial PRIMARY KEY, message_id text NOT NULL, key text NOT NULL, \
+pub const CREATE_LEDGER: &str = "CREATE TABLE sent (n bigserial PRIMARY KEY, message_id text NOT NULL, key text NOT NULL, \
      payload text NOT NULL, wall timestamptz NOT NULL, sent_at timestamptz NOT NULL DEFAULT clock_timestamp())";
 
 /// The program `tests/relay_process`; killed when a test ends early.
