@@ -30,8 +30,7 @@ CREATE TABLE relaybox_outbox (
 
 CREATE TABLE relaybox_outbox_aside (
     position        bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    state           text        NOT NULL
-        CHECK (state IN ('parked', 'blocking', 'held', 'waiting', 'delayed')),
+    state           text        NOT NULL,
     reason          text        NOT NULL,
     error           text,
     scope           text        COLLATE "C",

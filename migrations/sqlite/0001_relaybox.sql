@@ -21,8 +21,7 @@ CREATE TABLE relaybox_outbox (
 
 CREATE TABLE relaybox_outbox_aside (
     position        INTEGER PRIMARY KEY AUTOINCREMENT,
-    state           TEXT    NOT NULL
-        CHECK (state IN ('parked', 'blocking', 'held', 'waiting', 'delayed')),
+    state           TEXT    NOT NULL,
     reason          TEXT    NOT NULL,
     error           TEXT,
     scope           TEXT,

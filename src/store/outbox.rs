@@ -56,7 +56,7 @@ pub trait EnqueueStatement: Enqueue {
 pub struct Lease {
     /// The lane.
     pub lane: Lane,
-    /// Grows with every change of hands.
+    /// Grows with every change of hands, and is not given again after the database was put back to an earlier state.
     pub token: i64,
 }
 

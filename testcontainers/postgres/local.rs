@@ -103,6 +103,18 @@ fn is_root() -> io::Result<bool> {
     Ok(fs::metadata("/proc/self")?.uid() == 0)
 }
 
+/// A program from the directory of the server's.
+pub(super) fn program(name: &str) -> Result<PathBuf, String> {
+    let program = binaries()?.join(name);
+    if program.is_file() {
+        return Ok(program);
+    }
+    Err(format!(
+        "no {}; run testcontainers/install",
+        program.display()
+    ))
+}
+
 /// The directory with `initdb` and `postgres`: the one asked for, else the pinned major version, else the newest.
 fn binaries() -> Result<PathBuf, String> {
     let complete = |path: &Path| {

@@ -5,7 +5,7 @@ mod database;
 mod local;
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -239,6 +239,16 @@ impl Postgres {
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.server.local(SERVICE, "pid").ok()?.pid()
+    }
+
+    /// Path of a program of the same PostgreSQL, such as `pg_dump`. Local process only.
+    ///
+    /// # Errors
+    ///
+    /// [`ServiceError::NotLocal`], or the program is not installed beside the server.
+    pub fn program(&self, name: &str) -> Result<PathBuf, ServiceError> {
+        self.server.local(SERVICE, "program")?;
+        local::program(name).map_err(|why| ServiceError::failed(SERVICE, "program", why))
     }
 
     /// The directory of a local server: data, settings and log. It goes with the server.

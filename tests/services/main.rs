@@ -9,12 +9,20 @@
 
 #[path = "../broker_contract/mod.rs"]
 mod broker_contract;
+#[path = "../relay_process/ledger.rs"]
+mod ledger;
 #[path = "../store_contract/mod.rs"]
 mod store_contract;
 
+mod clocks;
 mod consuming;
+mod crash_points;
 mod end_to_end;
 mod kafka;
 mod kafka_contract;
 mod postgres;
+mod relay_process;
+mod relay_trouble;
+mod restored;
+mod versions;
 mod workload;

@@ -6,12 +6,14 @@ mod admin;
 mod aside;
 mod inbox;
 mod outbox;
+mod parking;
 mod relays;
 
 pub use admin::*;
 pub use aside::*;
 pub use inbox::*;
 pub use outbox::*;
+pub use parking::*;
 pub use relays::*;
 
 use std::future::Future;
@@ -146,6 +148,7 @@ macro_rules! store_contract {
             two_relays_leasing_in_the_same_instant_get_disjoint_lanes,
             a_lease_taken_over_fences_its_old_holder,
             an_expired_lease_renews_until_taken_and_a_released_one_never,
+            a_lease_of_a_state_that_was_undone_is_never_anothers,
             relays_see_each_other_and_agree_on_their_places,
             relays_that_come_in_the_same_instant_get_different_places,
             a_registration_ends_by_the_databases_clock_and_can_begin_again,
@@ -164,6 +167,7 @@ macro_rules! store_contract {
             a_delayed_message_is_released_once_when_it_is_due,
             a_delayed_message_exists_only_if_its_transaction_commits,
             operators_pause_resume_and_limit_destinations,
+            an_error_text_of_any_length_and_characters_is_parked_and_listed,
             row_limits_hold_and_no_lane_is_starved,
             byte_limits_hold_but_for_one_message_a_lane,
             an_unreadable_row_is_named_and_stops_no_other,

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::slice::from_ref;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use relaybox::lane::{LANES, lane_of};
 use relaybox::store::{Enqueue, InboxStore, OutboxStore, SettlementBatch, Verdict};
@@ -192,6 +192,30 @@ pub async fn an_expired_lease_renews_until_taken_and_a_released_one_never<H: Har
             .unwrap()
             .is_empty()
     );
+}
+
+/// After a restore, or a fail-over that lost commits, the tokens in the table are those of before.
+pub async fn a_lease_of_a_state_that_was_undone_is_never_anothers<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    enqueue::<H>(&store, &[keyed("k", "1")]).await;
+    let old = store.lease("old", 16, Duration::ZERO).await.unwrap();
+    let mut old_reader = store.reader();
+    let page = old_reader.fetch(&request(&old)).await.unwrap();
+    H::autocommit(&store, "UPDATE relaybox_outbox_lane SET token = 0").await;
+    // Some databases' clocks go by the millisecond.
+    let undone = Instant::now();
+    while undone.elapsed() < Duration::from_millis(2) {
+        tokio::task::yield_now().await;
+    }
+
+    let new = lease_all(&store).await;
+    assert!(old.iter().all(|lease| !new.contains(lease)));
+    assert!(store.renew(&old, MINUTE).await.unwrap().is_empty());
+    let settled = old_reader.settle(&confirm(&old, &page)).await.unwrap();
+    assert_eq!((settled.applied, settled.fenced), (0, 1));
+    store.release(&old).await.unwrap();
+    assert_eq!(store.renew(&new, MINUTE).await.unwrap(), new);
 }
 
 // Fetch and settle

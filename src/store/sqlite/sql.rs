@@ -102,8 +102,11 @@ impl Sql {
                  FROM {t}relay WHERE id <> ?1 AND expires_at > {NOW}"
             )),
             leave: safe(format!("DELETE FROM {t}relay WHERE id = ?1")),
+            // The token is the instant: one more than the last could be given twice, once to a relay that goes on
+            // running while the database is put back to an earlier state.
             lease: safe(format!(
-                "UPDATE {t}outbox_lane SET token = token + 1, owner = ?1, expires_at = {NOW} + ?3 \
+                "UPDATE {t}outbox_lane \
+                 SET token = max(token + 1, {NOW}), owner = ?1, expires_at = {NOW} + ?3 \
                  WHERE lane IN (SELECT lane FROM {t}outbox_lane WHERE expires_at <= {NOW} \
                     ORDER BY expires_at, lane LIMIT ?2) \
                  RETURNING lane, token"
