@@ -62,8 +62,10 @@ pub(super) struct Sql {
     pub renew: SqlStr,
     pub release: SqlStr,
     pub fetch: SqlStr,
+    pub fetch_by_sum: SqlStr,
     pub refetch: SqlStr,
     pub settle: SqlStr,
+    pub settle_confirmed: SqlStr,
     pub pending: SqlStr,
     pub aside: SqlStr,
     pub check_outbox: SqlStr,
@@ -134,35 +136,16 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
-            fetch: safe(page(t, "true")),
+            fetch: safe(page(t)),
+            fetch_by_sum: safe(page_by_sum(t, "true")),
             // Of transactions that had ended when the page was read, below the floor: exactly what that view lacks.
-            refetch: safe(page(
+            refetch: safe(page_by_sum(
                 t,
                 "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),
-            // `held` locks the lanes against a change of hands until the end of this statement, and re-reads a row
-            // that changed while it waited. The rows are deleted by ctid because a join on (lane, position) was seen
-            // to flip into a scan of the whole index.
+            settle_confirmed: safe(format!("{} {}", held(t), settled_rows(t, "$3", "$4"))),
             settle: safe(format!(
-                "WITH held AS MATERIALIZED ( \
-                    SELECT z.lane FROM {t}outbox_lane z \
-                    JOIN unnest($1::int[], $2::bigint[]) AS l(lane, token) \
-                        ON z.lane = l.lane AND z.token = l.token \
-                    FOR KEY SHARE OF z), \
-                 confirmed AS ( \
-                    DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
-                        SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
-                        CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
-                            WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
-                    RETURNING 1), \
-                 parked AS ( \
-                    DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
-                        SELECT x.ctid FROM unnest($5::int[], $6::bigint[]) AS d(lane, position) \
-                        CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
-                            WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
-                    RETURNING *), \
+                "{}, confirmed AS ({} RETURNING 1), parked AS ({} RETURNING *), \
                  moved AS ( \
                     INSERT INTO {t}outbox_aside (state, reason, error, lane, {MESSAGE}, size) \
                     SELECT 'parked', v.reason, v.error, p.lane, {MESSAGE}, p.size \
@@ -172,7 +155,10 @@ impl Sql {
                         ON v.lane = p.lane AND v.position = p.position \
                     ORDER BY p.lane, p.position \
                     RETURNING 1) \
-                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved)"
+                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved)",
+                held(t),
+                settled_rows(t, "$3", "$4"),
+                settled_rows(t, "$5", "$6"),
             )),
             pending: safe(format!(
                 "SELECT count(*) FROM (SELECT 1 FROM {t}outbox LIMIT $1) counted"
@@ -237,32 +223,89 @@ impl Sql {
     }
 }
 
+/// Locks the lanes of a settlement against a change of hands until the end of its statement, and re-reads a row that
+/// changed while it waited.
+fn held(t: &str) -> String {
+    format!(
+        "WITH held AS MATERIALIZED ( \
+            SELECT z.lane FROM {t}outbox_lane z \
+            JOIN unnest($1::int[], $2::bigint[]) AS l(lane, token) \
+                ON z.lane = l.lane AND z.token = l.token \
+            FOR KEY SHARE OF z)"
+    )
+}
+
+/// Deletes rows of held lanes: by ctid, because a join on (lane, position) was seen to flip into a scan of the whole
+/// index.
+fn settled_rows(t: &str, lanes: &str, positions: &str) -> String {
+    format!(
+        "DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY( \
+            SELECT x.ctid FROM unnest({lanes}::int[], {positions}::bigint[]) AS d(lane, position) \
+            CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
+                WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
+            WHERE d.lane = ANY (ARRAY(SELECT lane FROM held))))"
+    )
+}
+
+/// Reads lanes from their floors, at most so many rows each. Headers and payload of a row that is larger than its part
+/// of the bytes stay behind, and it is `large`: so the limit holds without a sum over the rows.
+fn page(t: &str) -> String {
+    const SMALL: &str = "o.size <= l.bytes_max / l.rows_max";
+    let message = MESSAGE.replace(
+        "headers, payload",
+        &format!("CASE WHEN {SMALL} THEN headers END, CASE WHEN {SMALL} THEN payload END"),
+    );
+    page_of(
+        t,
+        &message,
+        &format!("NOT ({SMALL})"),
+        &format!("({}) o", pending_rows(t, "true")),
+    )
+}
+
 /// Reads lanes from their floors, at most so many rows and bytes each.
 ///
+/// A lane's first row, whose size is the sum so far, comes however large it is. `cut`: the byte limit ends the lane
+/// here though a next row is known.
+fn page_by_sum(t: &str, condition: &str) -> String {
+    page_of(
+        t,
+        MESSAGE,
+        "o.bytes + coalesce(o.next_size, 0) > l.bytes_max",
+        &format!(
+            "(SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
+             FROM ({}) p WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
+             WHERE o.bytes <= l.bytes_max OR o.bytes = o.size",
+            pending_rows(t, condition)
+        ),
+    )
+}
+
+fn pending_rows(t: &str, condition: &str) -> String {
+    format!(
+        "SELECT * FROM {t}outbox o \
+         WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($7::text[]) \
+            AND {condition} \
+         ORDER BY o.position LIMIT l.rows_max"
+    )
+}
+
 /// The one row without a lane says which view of the data this is, and since when the server runs, or nothing of a
-/// standby's. A lane's first row, whose size is the sum so far, comes however large it is. `cut`: the byte limit ends
-/// the lane here though a next row is known. The writing transaction is told of rows that should not be there: those up
-/// to the position that was `known` to be settled.
-fn page(t: &str, condition: &str) -> String {
+/// standby's. The writing transaction is told of rows that should not be there: those up to the position that was
+/// `known` to be settled.
+fn page_of(t: &str, message: &str, mark: &str, rows: &str) -> String {
     let nothing = MESSAGE_TYPES.map(|sql| format!("NULL::{sql}")).join(", ");
     format!(
         "SELECT NULL::int, NULL::bigint, {nothing}, NULL::int, NULL::bool, NULL::text, \
             pg_current_snapshot()::text, \
             CASE WHEN NOT pg_is_in_recovery() THEN pg_postmaster_start_time() END \
          UNION ALL \
-         SELECT o.lane, o.position, {MESSAGE}, o.size, o.bytes + coalesce(o.next_size, 0) > l.bytes_max, \
+         SELECT o.lane, o.position, {message}, o.size, {mark}, \
             CASE WHEN o.position <= l.known THEN o.xid::text END, NULL, NULL \
          FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[]) \
             AS l(lane, token, floor, known, rows_max, bytes_max) \
          JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
-         CROSS JOIN LATERAL ( \
-            SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
-            FROM (SELECT * FROM {t}outbox o \
-                WHERE o.lane = l.lane AND o.position > l.floor AND o.destination <> ALL ($7::text[]) \
-                    AND {condition} \
-                ORDER BY o.position LIMIT l.rows_max) p \
-            WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
-         WHERE o.bytes <= l.bytes_max OR o.bytes = o.size"
+         CROSS JOIN LATERAL {rows}"
     )
 }
 
@@ -412,6 +455,7 @@ mod tests {
             &sql.renew,
             &sql.release,
             &sql.settle,
+            &sql.settle_confirmed,
         ] {
             let text = text.as_str();
             for instant in ["timestamptz", "now()", "current_", "epoch"] {
