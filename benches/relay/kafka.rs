@@ -24,7 +24,7 @@ pub async fn measure(report: &mut Report, backlog: &Backlog, kafka: &Kafka, size
     for _ in 0..size.pairs {
         let took = relay_once(backlog, kafka, rows).await;
         let alone = client_once(kafka, rows).await;
-        let drain = super::drain::ours_once(backlog, rows, 1).await;
+        let drain = super::drain::ours_once(report, backlog, rows, 1).await.took;
         relay.push(took);
         client.push(alone);
         goal.push(drain + alone);

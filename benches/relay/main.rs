@@ -8,7 +8,7 @@
 //!
 //! | row | twin |
 //! |---|---|
-//! | drain | a bare sqlx loop with the same two statements, batch and connections |
+//! | drain | a bare sqlx loop with the same two statements, batch and connections, and one with the simplest statements |
 //! | Kafka | the client alone (in order, pipelined, idempotent, acks=all), and the relay everybody writes first |
 //! | enqueue | the same transaction with a hand-written INSERT |
 //!
@@ -24,10 +24,12 @@
 
 mod backlog;
 mod checked;
+mod cpu;
 mod drain;
 mod enqueue;
 mod kafka;
 mod report;
+mod twin;
 
 use relaybox_testcontainers::{Kafka, Postgres, PostgresOptions};
 
@@ -72,8 +74,7 @@ async fn main() {
         }
     };
     let options = PostgresOptions::default().with_durable();
-    let (postgres, kafka) =
-        tokio::try_join!(Postgres::start_with(options), Kafka::start()).unwrap();
+    let postgres = Postgres::start_with(options).await.unwrap();
     let mut report = Report::new(&postgres, smoke).await;
     let backlog = Backlog::new(&postgres).await;
     let named: Vec<String> = std::env::args()
@@ -85,6 +86,7 @@ async fn main() {
         drain::measure(&mut report, &backlog, size).await;
     }
     if wanted("kafka") {
+        let kafka = Kafka::start().await.unwrap();
         kafka::measure(&mut report, &backlog, &kafka, size).await;
     }
     if wanted("enqueue") {

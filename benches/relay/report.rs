@@ -1,12 +1,38 @@
 //! Medians, ratios, and the conditions they were measured under.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use relaybox_testcontainers::Postgres;
 use sqlx::PgPool;
 
+use super::cpu::{Cpu, Meter};
+
 pub struct Report {
     lines: Vec<String>,
+    meter: Meter,
+}
+
+/// The beginning of a run.
+pub struct Start {
+    meter: Meter,
+    cpu: Cpu,
+    at: Instant,
+}
+
+impl Start {
+    pub fn end(self) -> Run {
+        Run {
+            took: self.at.elapsed(),
+            cpu: self.meter.read() - self.cpu,
+        }
+    }
+}
+
+/// How long a run took, and what it cost.
+#[derive(Clone, Copy)]
+pub struct Run {
+    pub took: Duration,
+    pub cpu: Cpu,
 }
 
 impl Report {
@@ -28,7 +54,34 @@ impl Report {
             cpu(),
             memory()
         ));
-        Self { lines }
+        Self {
+            lines,
+            meter: Meter::new(&pool).await,
+        }
+    }
+
+    /// Begins to measure a run.
+    pub fn start(&self) -> Start {
+        Start {
+            meter: self.meter.clone(),
+            cpu: self.meter.read(),
+            at: Instant::now(),
+        }
+    }
+
+    /// CPU time of the client and of the server for each unit, ours and the twin's.
+    pub fn cpu(&mut self, what: &str, units: u32, ours: &[Run], twin_name: &str, twin: &[Run]) {
+        let each = |runs: &[Run], part: fn(&Cpu) -> Duration| {
+            let parts = runs.iter().map(|run| part(&run.cpu).as_secs_f64());
+            median_of(parts) / f64::from(units) * 1e6
+        };
+        self.line(format!(
+            "{what}: client {:.2} and server {:.2} us CPU each, {twin_name} {:.2} and {:.2}",
+            each(ours, |cpu| cpu.client),
+            each(ours, |cpu| cpu.server),
+            each(twin, |cpu| cpu.client),
+            each(twin, |cpu| cpu.server),
+        ));
     }
 
     /// A row: our figure and the twin's, in units per second, as medians of pairs, and the median of the ratios.

@@ -170,6 +170,7 @@ macro_rules! store_contract {
             an_error_text_of_any_length_and_characters_is_parked_and_listed,
             row_limits_hold_and_no_lane_is_starved,
             byte_limits_hold_but_for_one_message_a_lane,
+            a_large_message_among_small_ones_arrives_whole,
             an_unreadable_row_is_named_and_stops_no_other,
             an_id_is_new_once_per_consumer,
             a_concurrent_duplicate_waits_for_the_end_of_the_first,

@@ -297,6 +297,34 @@ pub async fn byte_limits_hold_but_for_one_message_a_lane<H: Harness>() {
     }
 }
 
+pub async fn a_large_message_among_small_ones_arrives_whole<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let large = keyed("k", &"x".repeat(10_000)).with_header("h", "y".repeat(10_000));
+    let small = || keyed("k", "s");
+    let mut messages = vec![small(), small(), large.clone(), small(), large, small()];
+    enqueue::<H>(&store, &messages).await;
+    let leases: Vec<_> = lease_all(&store).await;
+    let leases: Vec<_> = leases
+        .into_iter()
+        .filter(|l| l.lane == lane_of(b"k"))
+        .collect();
+    let mut reader = store.reader();
+    let mut request = request(&leases);
+    // Room for one large message and all small ones in each page, but a part of it for each row is less than that.
+    request.rows_max = 100;
+    request.bytes_max = 25_000;
+    for (rows, full) in [(4, true), (2, false)] {
+        let page = reader.fetch(&request).await.unwrap();
+        let rest = messages.split_off(rows);
+        let read: Vec<_> = page.rows.iter().map(|row| row.message.clone()).collect();
+        assert!(read == messages, "every byte of {rows} messages");
+        assert_eq!(page.full, full);
+        reader.settle(&confirm(&leases, &page)).await.unwrap();
+        messages = rest;
+    }
+}
+
 pub async fn an_unreadable_row_is_named_and_stops_no_other<H: Harness>() {
     let h = H::start().await;
     let store = h.store();

@@ -22,7 +22,7 @@ use crate::store::Lease;
 const TRACKED_MAX: usize = 4_096;
 
 /// What a statement saw: `pg_current_snapshot()`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct Snapshot {
     /// The first transaction id that had not ended as the latest of all.
     xmax: u64,

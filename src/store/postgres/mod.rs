@@ -9,6 +9,7 @@
 //! Instants are compared by the database's clock only, and travel in binary: the session's `TimeZone` has no effect.
 
 mod admin;
+mod answer;
 mod dead_letters;
 mod error;
 mod floor;

@@ -64,19 +64,20 @@ impl PostgresStore {
                 (Verdict::SetAside(aside), true) => changed.push(place, aside),
             }
         }
-        let plain = confirmed.0.len() == batch.verdicts.len();
-        let sql = if plain {
-            &self.sql.confirm
+        let applied = if confirmed.0.len() == batch.verdicts.len() {
+            let query = sqlx::query(self.sql.confirm.clone())
+                .bind(lanes)
+                .bind(tokens)
+                .bind(confirmed.0)
+                .bind(confirmed.1);
+            let done = self.relayed("settle", |c| query.execute(c).boxed());
+            done.await?.rows_affected()
         } else {
-            &self.sql.settle
-        };
-        let mut query = sqlx::query_scalar(sql.clone())
-            .bind(lanes)
-            .bind(tokens)
-            .bind(confirmed.0)
-            .bind(confirmed.1);
-        if !plain {
-            query = query
+            let query = sqlx::query_scalar(self.sql.settle.clone())
+                .bind(lanes)
+                .bind(tokens)
+                .bind(confirmed.0)
+                .bind(confirmed.1)
                 .bind(moved.places.0)
                 .bind(moved.places.1)
                 .bind(moved.states)
@@ -90,10 +91,10 @@ impl PostgresStore {
                 .bind(changed.states)
                 .bind(changed.reasons)
                 .bind(changed.errors);
-        }
-        let applied: i64 = self
-            .relayed("settle", |c| query.fetch_one(c).boxed())
-            .await?;
+            let counted = self.relayed("settle", |c| query.fetch_one(c).boxed());
+            let applied: i64 = counted.await?;
+            u64::try_from(applied).unwrap_or(0)
+        };
         let applied = usize::try_from(applied).unwrap_or(0);
         Ok(Settled {
             applied,

@@ -11,7 +11,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 use crate::store::Prefix;
 
 pub(super) use self::admin::{AdminSql, HORIZON};
-use self::page::{BLOCKED, drain, page};
+use self::page::{BLOCKED, drain, page, page_by_sum};
 
 /// Columns of a message, in the order in which rows are read.
 const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
@@ -57,6 +57,7 @@ pub(super) struct Sql {
     pub renew: SqlStr,
     pub release: SqlStr,
     pub fetch: SqlStr,
+    pub fetch_by_sum: SqlStr,
     pub refetch: SqlStr,
     pub confirm: SqlStr,
     pub settle: SqlStr,
@@ -90,8 +91,7 @@ impl Sql {
                 SELECT x.ctid FROM unnest($3::int[], $4::bigint[]) AS d(lane, position) \
                 CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
                     WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
-                WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
-             RETURNING 1"
+                WHERE d.lane = ANY (ARRAY(SELECT lane FROM held))))"
         );
         Self {
             // Positions are drawn in the order of the sub-select.
@@ -180,19 +180,17 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
-            fetch: safe(format!("{} UNION ALL {}", page(t, "true"), drain(t))),
+            fetch: safe(format!("{} UNION ALL {}", page(t), drain(t))),
+            fetch_by_sum: safe(format!("{} UNION ALL {}", page_by_sum(t, "true"), drain(t))),
             // Of transactions that had ended when the page was read, below the floor: exactly what that view lacks.
-            refetch: safe(page(
+            refetch: safe(page_by_sum(
                 t,
                 "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),
-            confirm: safe(format!(
-                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed}) \
-                 SELECT count(*) FROM confirmed"
-            )),
+            confirm: safe(format!("WITH held AS MATERIALIZED ({held}) {confirmed}")),
             // A row that is set aside already changes where it stands.
             settle: safe(format!(
-                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed}), \
+                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed} RETURNING 1), \
                  moving AS MATERIALIZED ( \
                     SELECT v.state, v.reason, v.error, v.scope, o.* \
                     FROM unnest($5::int[], $6::bigint[], $7::text[], $8::text[], $9::text[], $10::text[]) \
@@ -350,6 +348,7 @@ mod tests {
             &sql.lease,
             &sql.renew,
             &sql.release,
+            &sql.confirm,
             &sql.settle,
         ] {
             let text = text

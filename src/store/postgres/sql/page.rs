@@ -20,14 +20,49 @@ pub(super) const BLOCKED: &str = "e.state IN ('held', 'blocking') AND e.key IS N
 /// ... or wait for another reason.
 const IN_LINE: &str = "e.state IN ('waiting', 'held', 'blocking') AND e.key IS NOT NULL";
 
+/// Reads lanes from their floors, at most so many rows each. Headers and payload of a row that is larger than its part
+/// of the bytes stay behind, and it is marked: so the limit holds without a sum over the rows.
+pub(super) fn page(t: &str) -> String {
+    const SMALL: &str = "o.size <= l.bytes_max / l.rows_max";
+    let message = MESSAGE.replace(
+        "headers, payload",
+        &format!("CASE WHEN {SMALL} THEN headers END, CASE WHEN {SMALL} THEN payload END"),
+    );
+    let mark = format!("NOT ({SMALL})");
+    page_of(t, &message, &mark, &format!("({}) o", pending(t, "true")))
+}
+
 /// Reads lanes from their floors, at most so many rows and bytes each.
 ///
+/// A lane's first row, whose size is the sum so far, comes however large it is. The mark: the byte limit ends the lane
+/// here though a next row is known.
+pub(super) fn page_by_sum(t: &str, condition: &str) -> String {
+    page_of(
+        t,
+        MESSAGE,
+        "o.bytes + coalesce(o.next_size, 0) > l.bytes_max",
+        &format!(
+            "(SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
+              FROM ({}) p WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
+              WHERE o.bytes <= l.bytes_max OR o.bytes = o.size",
+            pending(t, condition)
+        ),
+    )
+}
+
+fn pending(t: &str, condition: &str) -> String {
+    format!(
+        "SELECT * FROM {t}outbox o \
+         WHERE o.lane = l.lane AND o.position > l.floor AND {condition} \
+         ORDER BY o.position LIMIT l.rows_max"
+    )
+}
+
 /// The one row without a lane says which view of the data this is, since when the server runs, or nothing of a
-/// standby's, and of the lanes where something may be set aside, in which it is so, and in which something blocks. A
-/// lane's first row, whose size is the sum so far, comes however large it is. `cut`: the byte limit ends the lane here
-/// though a next row is known. The writing transaction is told of rows that should not be there: those up to the
-/// position that was `known` to be settled. `ahead` walks from scope to scope along the index: of a key, few.
-pub(super) fn page(t: &str, condition: &str) -> String {
+/// standby's, and of the lanes where something may be set aside, in which it is so, and in which something blocks. The
+/// writing transaction is told of rows that should not be there: those up to the position that was `known` to be settled.
+/// What is ahead of a row is found by walking from scope to scope along the index: of a key, few.
+fn page_of(t: &str, message: &str, mark: &str, rows: &str) -> String {
     let nothing = MESSAGE_TYPES.map(|sql| format!("NULL::{sql}")).join(", ");
     let of_key = format!("e.lane = o.lane AND md5(e.key) = md5(o.key) AND {IN_LINE}");
     let lanes = "unnest($1::int[], $7::bool[]) AS l(lane, aside)";
@@ -44,7 +79,7 @@ pub(super) fn page(t: &str, condition: &str) -> String {
             ARRAY(SELECT l.lane FROM {lanes} WHERE l.aside AND ({waiting} OR {blocked})), \
             ARRAY(SELECT l.lane FROM {lanes} WHERE l.aside AND {blocked}) \
          UNION ALL \
-         SELECT o.lane, o.position, {MESSAGE}, o.size, o.bytes + coalesce(o.next_size, 0) > l.bytes_max, \
+         SELECT o.lane, o.position, {message}, o.size, {mark}, \
             CASE WHEN o.position <= l.known THEN o.xid::text END, NULL, NULL, \
             CASE WHEN l.aside AND o.key IS NOT NULL THEN ARRAY( \
                 WITH RECURSIVE s(scope) AS ( \
@@ -61,17 +96,11 @@ pub(super) fn page(t: &str, condition: &str) -> String {
          FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bool[]) \
             AS l(lane, token, floor, known, rows_max, bytes_max, aside) \
          JOIN {t}outbox_lane z ON z.lane = l.lane AND z.token = l.token \
-         CROSS JOIN LATERAL ( \
-            SELECT p.*, sum(p.size) OVER w AS bytes, lead(p.size) OVER w AS next_size \
-            FROM (SELECT * FROM {t}outbox o \
-                WHERE o.lane = l.lane AND o.position > l.floor AND {condition} \
-                ORDER BY o.position LIMIT l.rows_max) p \
-            WINDOW w AS (ORDER BY p.position ROWS UNBOUNDED PRECEDING)) o \
-         WHERE o.bytes <= l.bytes_max OR o.bytes = o.size"
+         CROSS JOIN LATERAL {rows}"
     )
 }
 
-/// Reads what is set aside and may go, in the columns of [`page`] but for `cut`, which is NULL: at most half of the
+/// Reads what is set aside and may go, in the columns of [`page`] but for the mark, which is NULL: at most half of the
 /// limits, so that pending rows are never left out altogether.
 ///
 /// Walks from destination to destination along the index, past those that are closed, and leaves out what has a row
