@@ -460,7 +460,7 @@ async fn a_message_tried_in_vain_stays_in_front_of_its_key() {
             stored: Stored::No,
             error: Error::new(ErrorKind::Unavailable, "publish", "no leader"),
         };
-        (counted.fetch_add(1, Ordering::SeqCst) < 3).then_some(failed)
+        (counted.fetch_add(1, Ordering::SeqCst) < 2).then_some(failed)
     }));
     house.enqueue(&numbered("k", "m", 6)).await;
     // The pause is over at once, so that pending messages are tried.

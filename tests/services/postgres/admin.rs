@@ -134,7 +134,7 @@ async fn the_documented_rights_of_an_operator_are_enough() {
         operator.depth(10, 10).await.unwrap().destinations[0].pending,
         1
     );
-    assert_eq!(operator.horizon(10).await.unwrap().tables.len(), 6);
+    assert_eq!(operator.horizon(10).await.unwrap().tables.len(), 7);
     drop_role(&h, &operator).await;
     operator
         .pause("orders", "the warehouse moves")
