@@ -12,6 +12,7 @@ mod plan;
 mod publish;
 mod share;
 mod status;
+mod wake;
 mod worker;
 
 use std::future::Future;
@@ -128,6 +129,11 @@ impl Relay {
             status: self.status.clone(),
         };
         tasks.spawn(keeper.run(stop.clone()));
+        let (waking, woken) = watch::channel(());
+        if let Some(news) = self.store.wake_ups() {
+            let status = self.status.clone();
+            tasks.spawn(wake::pass_on(news, waking, status, stop.clone()));
+        }
         for index in 0..self.config.workers {
             let worker = Worker {
                 index,
@@ -135,6 +141,7 @@ impl Relay {
                 publisher: self.publisher.clone(),
                 reader: self.store.reader(),
                 held: held.clone(),
+                woken: woken.clone(),
                 status: self.status.clone(),
             };
             tasks.spawn(worker.run(stop.clone()));

@@ -28,6 +28,7 @@ pub(super) struct Worker {
     pub(super) publisher: Arc<dyn Publisher>,
     pub(super) reader: Box<dyn OutboxReader>,
     pub(super) held: Arc<Held>,
+    pub(super) woken: watch::Receiver<()>,
     pub(super) status: Arc<StatusBoard>,
 }
 
@@ -48,13 +49,18 @@ impl Worker {
         let mut trouble = self.config.backoff.delays(fastrand::u64(..));
         let mut destinations = Destinations::new(self.config.backoff);
         while !*stop.borrow() {
+            self.woken.mark_unchanged();
+            let mut resting = false;
             let pause = match self.cycle(&mut destinations).await {
                 Ok(Cycle::Moved) => {
                     idle.busy();
                     trouble.reset();
                     continue;
                 }
-                Ok(Cycle::Idle) => idle.pause(),
+                Ok(Cycle::Idle) => {
+                    resting = true;
+                    idle.pause()
+                }
                 Ok(Cycle::Trouble) => trouble.next_delay(),
                 Err(error) => {
                     warn!(worker = self.index, %error, "outbox could not be read or settled");
@@ -65,6 +71,9 @@ impl Worker {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = self.held.gained.notified() => {}
+                // What came with the news may commit a little later: the polls begin again at their quickest. A pause
+                // after trouble is never cut short.
+                Ok(()) = self.woken.changed(), if resting => idle.busy(),
                 _ = stop.wait_for(|stop| *stop) => {}
             }
         }

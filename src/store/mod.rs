@@ -14,6 +14,7 @@ mod names;
 mod outbox;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
+mod wake_up;
 
 pub use admin::{
     AsideEntry, AsideFilter, AsideMessage, Depth, DestinationDepth, Mode, OutboxAdmin,
@@ -29,6 +30,7 @@ pub use outbox::{
 pub use transaction::StoreTransaction;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 use transaction::kind_in_chain;
+pub use wake_up::{WakeUp, WakeUps};
 
 #[cfg(feature = "postgres")]
 pub mod postgres;

@@ -11,6 +11,8 @@ use crate::lane::Lane;
 use crate::message::Message;
 use crate::story::Reason;
 
+use super::wake_up::WakeUps;
+
 /// Writes messages on a connection of the caller's choosing.
 pub trait Enqueue: Send + Sync + 'static {
     /// The database's connection: a pool's, a transaction's or a savepoint's.
@@ -116,6 +118,11 @@ pub trait OutboxStore: Send + Sync + 'static {
 
     /// A reader with its own progress, for one worker.
     fn reader(&self) -> Box<dyn OutboxReader>;
+
+    /// News of committed messages, for one relay, where the store has any (default none). It ends when dropped.
+    fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
+        None
+    }
 
     /// How many messages are pending, at most `count_max` counted.
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>>;

@@ -13,3 +13,4 @@ mod relaying;
 mod sharing;
 mod strangers;
 mod support;
+mod waking;
