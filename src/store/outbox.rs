@@ -20,8 +20,8 @@ pub trait Enqueue: Send + Sync + 'static {
 
     /// Inserts validated messages in this order, in one statement where the database allows it.
     ///
-    /// Rules: the rows exist if and only if the caller's transaction commits. Nothing is kept in memory. A statement
-    /// that fails for the message's own sake leaves the caller's transaction usable.
+    /// Rules: the rows exist if and only if the caller's transaction commits. Nothing of them is kept in memory. A
+    /// statement that fails for the message's own sake leaves the caller's transaction usable.
     ///
     /// Cancel safety: as the driver's; a dropped future may leave the connection mid-statement.
     fn insert(

@@ -1,17 +1,20 @@
 //! Writing in the caller's transaction, and leasing lanes for relays.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::{PgConnection, Row};
 
+use super::listener::Listener;
 use super::reader::Reader;
 use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros};
 use crate::error::{Error, Result};
 use crate::lane::{LANES, Lane};
 use crate::message::Message;
 use crate::store::header_codec::without_nul;
-use crate::store::{Enqueue, EnqueueStatement, Lease, OutboxReader, OutboxStore, Standing};
+use crate::store::{
+    Enqueue, EnqueueStatement, Lease, OutboxReader, OutboxStore, Standing, WakeUps,
+};
 
 /// Registrations that have ended and that one heartbeat removes at most.
 const FORGOTTEN_MAX: i64 = 100;
@@ -19,13 +22,17 @@ const FORGOTTEN_MAX: i64 = 100;
 impl Enqueue for PostgresStore {
     type Connection = PgConnection;
 
-    /// One statement of any number of messages.
+    /// One statement of any number of messages, also with a notification beside them.
     async fn insert(&self, connection: &mut PgConnection, messages: &[Message]) -> Result<()> {
         if messages.is_empty() {
             return Ok(());
         }
         let statement = self.statement(messages)?;
-        sqlx::query(self.sql.insert.clone())
+        let sql = match self.wake_up {
+            None => &self.sql.insert,
+            Some(_) => &self.sql.insert_and_notify,
+        };
+        let query = sqlx::query(sql.clone())
             .bind(statement.lanes)
             .bind(statement.ids)
             .bind(statement.destinations)
@@ -36,10 +43,16 @@ impl Enqueue for PostgresStore {
             .bind(statement.payloads)
             .bind(statement.versions)
             .bind(statement.occurred_at)
-            .bind(statement.sizes)
-            .execute(connection)
-            .await
-            .map_err(|e| error::of_statement("enqueue", e))?;
+            .bind(statement.sizes);
+        let failed = |e| error::of_statement("enqueue", e);
+        let Some(window) = &self.wake_up else {
+            query.execute(connection).await.map_err(failed)?;
+            return Ok(());
+        };
+        let turn = window.enter(Instant::now(), self.wake_up_pause);
+        let query = query.bind(turn.opener());
+        let row = query.fetch_one(connection).await.map_err(failed)?;
+        window.entered(&turn, row.try_get(0).map_err(failed)?);
         Ok(())
     }
 }
@@ -176,6 +189,11 @@ impl OutboxStore for PostgresStore {
 
     fn reader(&self) -> Box<dyn OutboxReader> {
         Box::new(Reader::new(self.clone()))
+    }
+
+    fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
+        let listener = || Box::new(Listener::new(self.clone())) as Box<dyn WakeUps>;
+        self.wake_up.as_ref().map(|_| listener())
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

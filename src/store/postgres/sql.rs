@@ -8,6 +8,8 @@ use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 use crate::lane::LANES;
 use crate::store::Prefix;
 
+use super::wake_up::channel;
+
 /// Columns of a message, in the order in which rows are read.
 const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
     version, occurred_at";
@@ -55,6 +57,9 @@ pub(super) const SCHEMA_IS_MISSING: &str = "SELECT to_regnamespace($1) IS NULL";
 
 pub(super) struct Sql {
     pub insert: SqlStr,
+    pub insert_and_notify: SqlStr,
+    pub notify: SqlStr,
+    pub listen: SqlStr,
     pub heartbeat: SqlStr,
     pub standing: SqlStr,
     pub leave: SqlStr,
@@ -80,16 +85,31 @@ pub(super) struct Sql {
 impl Sql {
     pub(super) fn new(prefix: &Prefix) -> Self {
         let t = prefix.as_str();
+        // Positions are drawn in the order of the sub-select.
+        let insert = format!(
+            "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+             SELECT lane, {MESSAGE}, size \
+             FROM unnest($1::int[], $2::text[], $3::text[], $4::bytea[], $5::text[], $6::text[], \
+                $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
+                WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
+             ORDER BY place"
+        );
+        // No payload, so that its size can refuse no commit.
+        let channel = channel(prefix);
+        let notify = format!("pg_notify('{channel}', '')");
         Self {
-            // Positions are drawn in the order of the sub-select.
-            insert: safe(format!(
-                "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
-                 SELECT lane, {MESSAGE}, size \
-                 FROM unnest($1::int[], $2::text[], $3::text[], $4::bytea[], $5::text[], $6::text[], \
-                    $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
-                    WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
-                 ORDER BY place"
+            // Silent only where $12 is known to have committed. The status of a transaction that this server has not
+            // seen yet would be an error in the caller's transaction, so the snapshot is asked before.
+            insert_and_notify: safe(format!(
+                "WITH written AS ({insert}) \
+                 SELECT pg_current_xact_id()::text, CASE \
+                    WHEN CASE WHEN $12::text::xid8 < pg_snapshot_xmax(pg_current_snapshot()) \
+                        THEN pg_xact_status($12::text::xid8) END = 'committed' THEN NULL \
+                    ELSE {notify} END"
             )),
+            insert: safe(insert),
+            notify: safe(format!("SELECT {notify}")),
+            listen: safe(format!("LISTEN \"{channel}\"")),
             // `gone` reads `beat`, and so comes after it: two that found each other's registration ended, and locked
             // that before their own, would wait for each other. The count sees the state before this statement.
             heartbeat: safe(format!(
