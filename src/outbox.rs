@@ -9,8 +9,8 @@ use crate::store::{Enqueue, EnqueueStatement};
 
 /// Writes messages beside business data.
 ///
-/// The row exists if and only if the caller's transaction commits, savepoints included. Nothing is kept in memory, so
-/// one `Outbox` may be shared by all tasks and a rolled-back call leaves no trace.
+/// The row exists if and only if the caller's transaction commits, savepoints included. Nothing of it is kept in
+/// memory, so one `Outbox` may be shared by all tasks and a rolled-back call leaves no trace.
 #[derive(Debug, Clone)]
 pub struct Outbox<S> {
     store: S,

@@ -132,6 +132,8 @@ impl RelayConfig {
     }
 
     /// Longest pause between polls when nothing is pending (default 200 ms). It begins at 10 ms and doubles.
+    ///
+    /// With a store that wakes its relays it may be seconds: it is then how long a message waits when a wake-up is lost.
     #[must_use]
     pub fn with_idle_poll_max(mut self, pause: Duration) -> Self {
         self.idle_poll_max = pause;

@@ -17,6 +17,7 @@ mod publish;
 mod share;
 mod status;
 mod triage;
+mod wake;
 mod worker;
 
 use std::future::Future;
@@ -146,6 +147,11 @@ impl Relay {
         };
         tasks.spawn(keeper.run(stop.clone()));
         tasks.spawn(delayed::release(self.store.clone(), stop.clone()));
+        let (waking, woken) = watch::channel(());
+        if let Some(news) = self.store.wake_ups() {
+            let status = self.status.clone();
+            tasks.spawn(wake::pass_on(news, waking, status, stop.clone()));
+        }
         for index in 0..self.config.workers {
             let worker = Worker {
                 index,
@@ -153,6 +159,7 @@ impl Relay {
                 publisher: self.publisher.clone(),
                 reader: self.store.reader(),
                 held: held.clone(),
+                woken: woken.clone(),
                 status: self.status.clone(),
                 controls: controlled.clone(),
                 destinations: Destinations::new(self.config.backoff),

@@ -16,6 +16,9 @@ pub struct RelayStatus {
     pub database_down: Option<String>,
     /// Destinations that take nothing at the moment, and why: their messages wait. At most 256 per worker.
     pub destinations_down: BTreeMap<String, String>,
+    /// Whether the store is known to wake this relay when messages are committed. Without it, also while the store
+    /// mends it, they are found by polling: no trouble, only slower.
+    pub wake_ups_live: bool,
 }
 
 /// Where keeper and workers write the state.
@@ -48,6 +51,14 @@ impl StatusBoard {
                 known.is_none()
             }
             None => status.destinations_down.remove(name).is_some(),
+        });
+    }
+
+    pub(super) fn wake_ups(&self, live: bool) {
+        self.0.send_if_modified(|status| {
+            let changed = status.wake_ups_live != live;
+            status.wake_ups_live = live;
+            changed
         });
     }
 

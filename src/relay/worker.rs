@@ -37,6 +37,7 @@ pub(super) struct Worker {
     pub(super) publisher: Arc<dyn Publisher>,
     pub(super) reader: Box<dyn OutboxReader>,
     pub(super) held: Arc<Held>,
+    pub(super) woken: watch::Receiver<()>,
     pub(super) status: Arc<StatusBoard>,
     /// What operators said about destinations, as the keeper last read it.
     pub(super) controls: watch::Receiver<Arc<[DestinationControl]>>,
@@ -61,6 +62,8 @@ impl Worker {
         let mut trouble = self.config.backoff.delays(fastrand::u64(..));
         let mut landed = None;
         while !*stop.borrow() {
+            self.woken.mark_unchanged();
+            let mut resting = false;
             let cycle = match landed.take() {
                 Some(landed) => self.land(landed).await,
                 None => self.cycle().await,
@@ -71,7 +74,10 @@ impl Worker {
                     trouble.reset();
                     Duration::ZERO
                 }
-                Ok(Cycle::Idle) => idle.pause(),
+                Ok(Cycle::Idle) => {
+                    resting = true;
+                    idle.pause()
+                }
                 Ok(Cycle::Trouble) => trouble.next_delay(),
                 Err(error) => {
                     warn!(worker = self.index, %error, "outbox could not be read or settled");
@@ -87,6 +93,9 @@ impl Worker {
                 ended = self.late.landed(), if !self.late.is_empty() => landed = ended,
                 () = tokio::time::sleep(pause) => {}
                 () = self.held.gained.notified() => {}
+                // What came with the news may commit a little later: the polls begin again at their quickest. A pause
+                // after trouble is never cut short.
+                Ok(()) = self.woken.changed(), if resting => idle.busy(),
                 _ = stop.wait_for(|stop| *stop) => {}
             }
         }

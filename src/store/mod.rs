@@ -15,6 +15,7 @@ mod names;
 mod outbox;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
+mod wake_up;
 
 pub use admin::{
     AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, DestinationControl,
@@ -32,6 +33,7 @@ pub use outbox::{
 pub use transaction::StoreTransaction;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 use transaction::kind_in_chain;
+pub use wake_up::{WakeUp, WakeUps};
 
 #[cfg(feature = "postgres")]
 pub mod postgres;

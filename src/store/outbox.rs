@@ -12,6 +12,7 @@ use crate::message::Message;
 
 use super::admin::DestinationControl;
 use super::aside::{Ahead, Place, SetAside};
+use super::wake_up::WakeUps;
 
 /// Writes messages on a connection of the caller's choosing.
 pub trait Enqueue: Send + Sync + 'static {
@@ -20,8 +21,8 @@ pub trait Enqueue: Send + Sync + 'static {
 
     /// Inserts validated messages in this order, in one statement where the database allows it.
     ///
-    /// Rules: the rows exist if and only if the caller's transaction commits. Nothing is kept in memory. A statement
-    /// that fails for the message's own sake leaves the caller's transaction usable.
+    /// Rules: the rows exist if and only if the caller's transaction commits. Nothing of them is kept in memory. A
+    /// statement that fails for the message's own sake leaves the caller's transaction usable.
     ///
     /// Cancel safety: as the driver's; a dropped future may leave the connection mid-statement.
     fn insert(
@@ -135,6 +136,11 @@ pub trait OutboxStore: Send + Sync + 'static {
 
     /// What operators said about destinations, sorted by name; at most [`CONTROLS_MAX`](super::CONTROLS_MAX).
     fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>>;
+
+    /// News of committed messages, for one relay, where the store has any (default none). It ends when dropped.
+    fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
+        None
+    }
 
     /// How many messages are pending, at most `count_max` counted.
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>>;

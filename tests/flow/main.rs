@@ -15,3 +15,4 @@ mod relaying;
 mod sharing;
 mod strangers;
 mod support;
+mod waking;

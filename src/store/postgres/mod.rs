@@ -16,12 +16,14 @@ mod floor;
 mod horizon;
 mod inbox;
 mod lines;
+mod listener;
 mod outbox;
 mod reader;
 mod settle;
 mod shares;
 mod sql;
 mod statement;
+mod wake_up;
 
 use std::fmt;
 use std::str::FromStr;
@@ -37,6 +39,7 @@ use time::OffsetDateTime;
 pub use self::horizon::{HolderKind, Horizon, HorizonHolder, TableRows};
 use self::sql::Sql;
 pub use self::statement::Statement;
+use self::wake_up::Window;
 use super::{Prefix, header_codec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Message;
@@ -51,6 +54,9 @@ const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time between two looks at a lane from its first row.
 const SWEEP_PAUSE: Duration = Duration::from_secs(30);
 
+/// Shortest time between two enqueues that notify, once the first has committed.
+const WAKE_UP_PAUSE: Duration = Duration::from_millis(10);
+
 /// Most connections of the relay's pool: workers beyond that many wait for each other.
 const RELAY_CONNECTIONS_MAX: u32 = 8;
 
@@ -63,6 +69,9 @@ pub struct PostgresStore {
     sql: Arc<Sql>,
     lock_wait: Duration,
     sweep_pause: Duration,
+    /// Shared by all clones that write to the same tables.
+    wake_up: Option<Arc<Window>>,
+    wake_up_pause: Duration,
 }
 
 /// What the readers of a store share.
@@ -88,6 +97,8 @@ impl PostgresStore {
             prefix,
             lock_wait: Duration::from_secs(5),
             sweep_pause: SWEEP_PAUSE,
+            wake_up: None,
+            wake_up_pause: WAKE_UP_PAUSE,
         }
     }
 
@@ -118,6 +129,8 @@ impl PostgresStore {
     pub fn with_prefix(mut self, prefix: Prefix) -> Self {
         self.sql = Arc::new(Sql::new(&prefix));
         self.prefix = prefix;
+        // The channel is another one.
+        self.wake_up = self.wake_up.map(|_| Arc::default());
         self
     }
 
@@ -134,6 +147,42 @@ impl PostgresStore {
     pub const fn with_sweep_pause(mut self, pause: Duration) -> Self {
         self.sweep_pause = pause;
         self
+    }
+
+    /// Wakes relays when messages are committed (default off: no notification is ever issued, and relays poll).
+    ///
+    /// An enqueue then also notifies [`wake_up_channel`](Self::wake_up_channel), in its own statement and the caller's
+    /// transaction, though not each one: see [`with_wake_up_pause`](Self::with_wake_up_pause). A relay over the store
+    /// listens on one more connection, outside its pool, and still polls: a message whose wake-up is lost waits for
+    /// [`idle_poll_max`](crate::relay::RelayConfig::with_idle_poll_max) at most.
+    ///
+    /// Writers and relays take the setting each for themselves; [`Statement`] never notifies. A transaction that
+    /// notified cannot be prepared (`PREPARE TRANSACTION`). Behind a pooler that gives sessions away by the transaction
+    /// nothing is heard; a relay finds out at its start, warns and polls.
+    #[must_use]
+    pub fn with_wake_up(mut self) -> Self {
+        self.wake_up = Some(Arc::default());
+        self
+    }
+
+    /// Sets how long after an enqueue that notified, of this store or a clone of it, others do not (default 10 ms;
+    /// zero: each one notifies). They notify all the same while the transaction of that one has not committed, and
+    /// after it was rolled back. Notifying commits wait for each other in the server: the longer the pause, the fewer.
+    ///
+    /// A message that was written within the pause and commits later is found by the polls that follow the wake-up,
+    /// which begin at 10 ms and double.
+    #[must_use]
+    pub const fn with_wake_up_pause(mut self, pause: Duration) -> Self {
+        self.wake_up_pause = pause;
+        self
+    }
+
+    /// The channel of [`with_wake_up`](Self::with_wake_up), for writers other than this store: `NOTIFY` it, in double
+    /// quotes and without a payload, in the transaction that writes. `relaybox_wake_up` for the default prefix; at most
+    /// 63 bytes for any.
+    #[must_use]
+    pub fn wake_up_channel(&self) -> String {
+        wake_up::channel(&self.prefix)
     }
 
     /// The service's pool.

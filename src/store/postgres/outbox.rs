@@ -1,6 +1,6 @@
 //! Writing in the caller's transaction, and leasing lanes for relays.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::postgres::PgArguments;
@@ -8,6 +8,7 @@ use sqlx::query::Query;
 use sqlx::{PgConnection, Postgres, Row};
 use time::OffsetDateTime;
 
+use super::listener::Listener;
 use super::reader::Reader;
 use super::statement::Statement;
 use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros};
@@ -17,7 +18,7 @@ use crate::message::Message;
 use crate::store::header_codec::without_nul;
 use crate::store::{
     CONTROLS_MAX, DestinationControl, Due, Enqueue, EnqueueStatement, Lease, OutboxReader,
-    OutboxStore, Standing,
+    OutboxStore, Standing, WakeUps,
 };
 
 /// Registrations that have ended and that one heartbeat removes at most.
@@ -26,16 +27,25 @@ const FORGOTTEN_MAX: i64 = 100;
 impl Enqueue for PostgresStore {
     type Connection = PgConnection;
 
-    /// One statement of any number of messages.
+    /// One statement of any number of messages, also with a notification beside them.
     async fn insert(&self, connection: &mut PgConnection, messages: &[Message]) -> Result<()> {
         if messages.is_empty() {
             return Ok(());
         }
-        let query = sqlx::query(self.sql.insert.clone());
-        bound(query, self.statement(messages)?)
-            .execute(connection)
-            .await
-            .map_err(|e| error::of_statement("enqueue", e))?;
+        let sql = match self.wake_up {
+            None => &self.sql.insert,
+            Some(_) => &self.sql.insert_and_notify,
+        };
+        let query = bound(sqlx::query(sql.clone()), self.statement(messages)?);
+        let failed = |e| error::of_statement("enqueue", e);
+        let Some(window) = &self.wake_up else {
+            query.execute(connection).await.map_err(failed)?;
+            return Ok(());
+        };
+        let turn = window.enter(Instant::now(), self.wake_up_pause);
+        let query = query.bind(turn.opener());
+        let row = query.fetch_one(connection).await.map_err(failed)?;
+        window.entered(&turn, row.try_get(0).map_err(failed)?);
         Ok(())
     }
 
@@ -240,6 +250,11 @@ impl OutboxStore for PostgresStore {
             Ok(controls.collect())
         }
         .boxed()
+    }
+
+    fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
+        let listener = || Box::new(Listener::new(self.clone())) as Box<dyn WakeUps>;
+        self.wake_up.as_ref().map(|_| listener())
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

@@ -12,6 +12,7 @@ use crate::store::Prefix;
 
 pub(super) use self::admin::{AdminSql, HORIZON};
 use self::page::{BLOCKED, drain, page, page_by_sum};
+use super::wake_up::channel;
 
 /// Columns of a message, in the order in which rows are read.
 const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
@@ -50,6 +51,9 @@ pub(super) struct Sql {
     pub insert_delayed: SqlStr,
     pub release_due: SqlStr,
     pub controls: SqlStr,
+    pub insert_and_notify: SqlStr,
+    pub notify: SqlStr,
+    pub listen: SqlStr,
     pub heartbeat: SqlStr,
     pub standing: SqlStr,
     pub leave: SqlStr,
@@ -93,16 +97,31 @@ impl Sql {
                     WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
                 WHERE d.lane = ANY (ARRAY(SELECT lane FROM held))))"
         );
+        // Positions are drawn in the order of the sub-select.
+        let insert = format!(
+            "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
+             SELECT lane, {MESSAGE}, size \
+             FROM unnest($1::int[], $2::text[], $3::text[], $4::bytea[], $5::text[], $6::text[], \
+                $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
+                WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
+             ORDER BY place"
+        );
+        // No payload, so that its size can refuse no commit.
+        let channel = channel(prefix);
+        let notify = format!("pg_notify('{channel}', '')");
         Self {
-            // Positions are drawn in the order of the sub-select.
-            insert: safe(format!(
-                "INSERT INTO {t}outbox (lane, {MESSAGE}, size) \
-                 SELECT lane, {MESSAGE}, size \
-                 FROM unnest($1::int[], $2::text[], $3::text[], $4::bytea[], $5::text[], $6::text[], \
-                    $7::text[], $8::bytea[], $9::bigint[], $10::timestamptz[], $11::int[]) \
-                    WITH ORDINALITY AS m(lane, {MESSAGE}, size, place) \
-                 ORDER BY place"
+            // Silent only where $12 is known to have committed. The status of a transaction that this server has not
+            // seen yet would be an error in the caller's transaction, so the snapshot is asked before.
+            insert_and_notify: safe(format!(
+                "WITH written AS ({insert}) \
+                 SELECT pg_current_xact_id()::text, CASE \
+                    WHEN CASE WHEN $12::text::xid8 < pg_snapshot_xmax(pg_current_snapshot()) \
+                        THEN pg_xact_status($12::text::xid8) END = 'committed' THEN NULL \
+                    ELSE {notify} END"
             )),
+            insert: safe(insert),
+            notify: safe(format!("SELECT {notify}")),
+            listen: safe(format!("LISTEN \"{channel}\"")),
             insert_delayed: safe(format!(
                 "INSERT INTO {t}outbox_aside (state, reason, due_at, lane, {MESSAGE}, size) \
                  SELECT 'delayed', 'delayed', clock_timestamp() + $12::bigint * interval '1 microsecond', \

@@ -4,7 +4,9 @@ mod admin;
 mod behaviour;
 mod floor;
 mod floor_load;
+mod proxy;
 mod trouble;
+mod wake_up;
 
 use std::time::Duration;
 

@@ -269,7 +269,12 @@ async fn the_documented_rights_are_enough() {
     let app = restricted(&h, "app", &[&readme[begin..begin + length]]).await;
     let mut connection = app.pool().acquire().await.unwrap();
     let messages = [keyed("a", "1"), keyed("a", "2")];
-    app.insert(&mut connection, &messages).await.unwrap();
+    app.insert(&mut connection, &messages[..1]).await.unwrap();
+    let waking = app.clone().with_wake_up();
+    waking
+        .insert(&mut connection, &messages[1..])
+        .await
+        .unwrap();
     let forged = "INSERT INTO relaybox_outbox (position) OVERRIDING SYSTEM VALUE VALUES (1)";
     assert!(!Postgres::execute(&mut connection, forged).await);
 
