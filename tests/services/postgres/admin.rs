@@ -135,13 +135,13 @@ async fn the_documented_rights_of_an_operator_are_enough() {
         1
     );
     assert_eq!(operator.horizon(10).await.unwrap().tables.len(), 7);
-    drop_role(&h, &operator).await;
     operator
         .pause("orders", "the warehouse moves")
         .await
         .unwrap();
     operator.limit("orders", Some(5), "slowly").await.unwrap();
     operator.resume("orders").await.unwrap();
+    drop_role(&h, &operator).await;
 }
 
 /// Parks by SQL: what a relay does is shown elsewhere.
