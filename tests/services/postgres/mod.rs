@@ -4,9 +4,10 @@ mod admin;
 mod behaviour;
 mod floor;
 mod floor_load;
+mod listening;
+mod notifying;
 mod proxy;
 mod trouble;
-mod wake_up;
 
 use std::time::Duration;
 
