@@ -27,6 +27,12 @@ pub const LEASE: Duration = Duration::from_secs(4);
 pub const CREATE_LEDGER: &str = "CREATE TABLE sent (n bigserial PRIMARY KEY, message_id text NOT NULL, key text NOT NULL, \
      payload text NOT NULL, wall timestamptz NOT NULL, sent_at timestamptz NOT NULL DEFAULT clock_timestamp())";
 
+/// What a session of a relay is doing, as patterns for its statement.
+pub const FETCHING: &str = "%pg_current_snapshot()%";
+pub const SETTLING: &str = "WITH held %";
+pub const RENEWING: &str = "UPDATE relaybox_outbox_lane z SET expires_at%";
+pub const REGISTERING: &str = "%FROM relaybox_relay%";
+
 /// The program `tests/relay_process`; killed when a test ends early.
 pub struct RelayProcess(Child);
 
