@@ -21,7 +21,7 @@ use crate::store_contract::Harness;
 /// Longest wait for anything that must happen; only a failing test waits that long.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Of every relay here: as short as the ledger's publish deadline allows.
-pub const LEASE: Duration = Duration::from_secs(4);
+pub const LEASE: Duration = Duration::from_secs(6);
 
 /// `sent_at` is the database's time, `wall` that of the process which sent.
 pub const CREATE_LEDGER: &str = "CREATE TABLE sent (n bigserial PRIMARY KEY, message_id text NOT NULL, key text NOT NULL, \

@@ -217,7 +217,7 @@ async fn a_relay_does_not_depend_on_the_settings_of_its_database() {
     let relay = Running::start(Relay::new(store.clone(), publisher).with_config(brisk()));
     drained(&store).await;
     let leased = "SELECT count(*) FROM relaybox_outbox_lane \
-        WHERE expires_at BETWEEN clock_timestamp() AND clock_timestamp() + interval '4 s'";
+        WHERE expires_at BETWEEN clock_timestamp() AND clock_timestamp() + interval '6 s'";
     assert_eq!(h.number(leased).await, 16);
     relay.stop().await;
     let sent: Vec<_> = broker
