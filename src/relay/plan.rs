@@ -15,23 +15,29 @@ use super::config::OrderMode;
 pub(super) type Place = (Lane, i64);
 
 /// Messages of one scope in the order of the outbox. Groups are independent of each other.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Group {
     pub(super) places: Vec<Place>,
     pub(super) messages: Vec<Outgoing>,
 }
 
 /// Splits a page into groups by scope, each in page order.
-pub(super) fn groups(rows: Vec<PendingMessage>, scope: impl Fn(&str) -> String) -> Vec<Group> {
+pub(super) fn groups(rows: Vec<PendingMessage>, scope: impl Fn(&str) -> &str) -> Vec<Group> {
     let mut index: HashMap<String, usize> = HashMap::new();
     let mut groups: Vec<Group> = Vec::new();
+    // Room for all of them, since most pages go to one scope.
+    let mut room = rows.len();
     for row in rows {
-        let at = *index
-            .entry(scope(&row.message.destination))
-            .or_insert_with(|| {
-                groups.push(Group::default());
-                groups.len() - 1
+        let scope = scope(&row.message.destination);
+        let at = index.get(scope).copied().unwrap_or_else(|| {
+            index.insert(scope.to_owned(), groups.len());
+            groups.push(Group {
+                places: Vec::with_capacity(room),
+                messages: Vec::with_capacity(room),
             });
+            room = 0;
+            groups.len() - 1
+        });
         groups[at].places.push((row.lane, row.position));
         groups[at].messages.push(row.message.into());
     }
@@ -112,8 +118,10 @@ mod tests {
             row(2, "b/x", None),
             row(3, "a/y", None),
         ];
-        let scope = |destination: &str| destination[..1].to_owned();
-        let places: Vec<_> = groups(rows, scope).into_iter().map(|g| g.places).collect();
+        let places: Vec<_> = groups(rows, |destination| &destination[..1])
+            .into_iter()
+            .map(|g| g.places)
+            .collect();
         assert_eq!(places, [vec![(0, 1), (0, 3)], vec![(0, 2)]]);
     }
 
@@ -128,7 +136,7 @@ mod tests {
             row(6, "t", Some("j")),
             row(7, "t", None),
         ];
-        let group = groups(rows, str::to_owned).remove(0);
+        let group = groups(rows, |destination| destination).remove(0);
         let mut waves = Waves::new(&group);
         assert_eq!(waves.next(&group), [0, 1, 3, 6]);
         waves.stop(Some(&Bytes::from_static(b"j")));

@@ -1,5 +1,6 @@
 //! Publishing a page: every scope side by side, each in its order, all under one deadline.
 
+use std::mem;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -34,7 +35,7 @@ pub(super) async fn publish(
 ) -> Vec<Published> {
     let deadline = Instant::now() + deadline;
     let waves = needs_waves(publisher.capabilities().order, mode);
-    let groups = groups(rows, |destination| publisher.scope(destination).to_owned());
+    let groups = groups(rows, |destination| publisher.scope(destination));
     let results: Vec<Vec<Published>> = stream::iter(groups)
         .map(|group| publish_group(publisher, group, waves, deadline))
         .buffer_unordered(SCOPES_MAX)
@@ -45,20 +46,23 @@ pub(super) async fn publish(
 
 async fn publish_group(
     publisher: &dyn Publisher,
-    group: Group,
+    mut group: Group,
     in_waves: bool,
     deadline: Instant,
 ) -> Vec<Published> {
     if !in_waves {
         let outcomes = publish_run(publisher, &group.messages, deadline).await;
+        // Messages stay where they are: moving each once more is as dear as reading its row.
+        let sent = group.messages.iter_mut();
+        let destinations = sent.map(|sent| mem::take(&mut sent.message.destination));
         return group
             .places
             .into_iter()
-            .zip(group.messages)
+            .zip(destinations)
             .zip(outcomes)
-            .map(|((place, sent), outcome)| Published {
+            .map(|((place, destination), outcome)| Published {
                 place,
-                destination: sent.message.destination,
+                destination,
                 outcome,
             })
             .collect();

@@ -85,7 +85,7 @@ impl Worker {
             closed: destinations.closed(fetch_started),
         };
         let Page {
-            rows,
+            mut rows,
             unreadable,
             full,
         } = self.reader.fetch(&request).await?;
@@ -101,10 +101,7 @@ impl Worker {
         let certain: BTreeSet<_> = certain
             .filter(|lane| claim.lasts(*lane, deadline + LEASE_MARGIN))
             .collect();
-        let rows: Vec<_> = rows
-            .into_iter()
-            .filter(|row| certain.contains(&row.lane))
-            .collect();
+        rows.retain(|row| certain.contains(&row.lane));
         debug!(worker = self.index, rows = rows.len(), full, "page read");
         let published = publish(&*self.publisher, rows, self.config.order, deadline).await;
         let (mut verdicts, broker_trouble) = self.judge(published, destinations);

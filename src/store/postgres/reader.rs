@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use futures_util::TryStreamExt;
 use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::postgres::PgRow;
 use sqlx::{Row, SqlStr};
@@ -55,45 +56,37 @@ struct Ask<'a> {
     closed: &'a [String],
 }
 
-/// One row of what it returned.
-#[allow(
-    clippy::large_enum_variant,
-    reason = "all but one are of the large kind"
-)]
-enum Line {
-    /// The row without a lane.
-    View {
-        snapshot: String,
-        server: Option<OffsetDateTime>,
-    },
-    Pending {
-        lane: Lane,
-        position: i64,
-        size: i32,
-        /// By the statement: the lane is cut here, or bytes of this row stayed behind.
-        mark: bool,
-        /// Of rows up to the known position.
-        xid: Option<String>,
-        message: Result<Message>,
-    },
+/// What it returned, as it comes in.
+#[derive(Default)]
+struct Lines {
+    /// The row without a lane: the snapshot, and since when the server runs.
+    view: Option<(String, Option<OffsetDateTime>)>,
+    scans: BTreeMap<Lane, Scan<Result<Message>>>,
+    /// Rows up to the known position, with their transaction.
+    below: Vec<(Lane, i64, String)>,
+    /// The statement marked a row: its lane is cut there, or bytes of it stayed behind.
+    marked: bool,
 }
 
-impl Line {
-    fn read(row: &PgRow) -> Result<Self, sqlx::Error> {
+impl Lines {
+    fn add(&mut self, row: &PgRow) -> Result<(), sqlx::Error> {
         let Some(lane) = row.try_get(0)? else {
-            return Ok(Self::View {
-                snapshot: row.try_get(14)?,
-                server: row.try_get(15)?,
-            });
+            self.view = Some((row.try_get(14)?, row.try_get(15)?));
+            return Ok(());
         };
-        Ok(Self::Pending {
-            lane,
-            position: row.try_get(1)?,
-            size: row.try_get(11)?,
-            mark: row.try_get(12)?,
-            xid: row.try_get(13)?,
-            message: read_message(row, 2),
-        })
+        let position = row.try_get(1)?;
+        let size: i32 = row.try_get(11)?;
+        let scan = self.scans.entry(lane).or_default();
+        scan.rows
+            .push((position, size.into(), read_message(row, 2)));
+        if row.try_get(12)? {
+            scan.cut = Some(position);
+            self.marked = true;
+        }
+        if let Some(xid) = row.try_get(13)? {
+            self.below.push((lane, position, xid));
+        }
+        Ok(())
     }
 }
 
@@ -101,7 +94,7 @@ impl Line {
 struct Answer {
     snapshot: Snapshot,
     server: Option<OffsetDateTime>,
-    scans: HashMap<Lane, Scan<Result<Message>>>,
+    scans: BTreeMap<Lane, Scan<Result<Message>>>,
     /// Rows up to the known position, with their transaction.
     below: Vec<(Lane, i64, u64)>,
 }
@@ -183,8 +176,7 @@ impl Reader {
     async fn scan_page(&mut self, ask: &Ask<'_>) -> Result<Answer> {
         if self.pages_by_sum == 0 {
             let lines = self.scan(&self.store.sql.fetch, ask, None).await?;
-            let is_large = |line: &Line| matches!(line, Line::Pending { mark: true, .. });
-            if !lines.iter().any(is_large) {
+            if !lines.marked {
                 return Answer::of(lines, ask);
             }
             self.pages_by_sum = PAGES_BY_SUM;
@@ -194,7 +186,7 @@ impl Reader {
         Answer::of(lines, ask)
     }
 
-    async fn scan(&self, sql: &SqlStr, ask: &Ask<'_>, ended: Option<&Ended>) -> Result<Vec<Line>> {
+    async fn scan(&self, sql: &SqlStr, ask: &Ask<'_>, ended: Option<&Ended>) -> Result<Lines> {
         let (lanes, tokens) = columns_of(&ask.leases);
         let rows_max = ask.rows_max.iter();
         let rows_max = rows_max.map(|rows| i64::try_from(*rows).unwrap_or(i64::MAX));
@@ -210,10 +202,19 @@ impl Reader {
             let xids = ended.xids.iter().map(u64::to_string);
             query = query.bind(xids.collect::<Vec<_>>());
         }
-        // Rows are read while the next ones are on their way.
-        let query = query.try_map(|row: PgRow| Line::read(&row));
+        // A row is decoded while the next ones are on their way.
         self.store
-            .relayed("fetch", |c| query.fetch_all(c).boxed())
+            .relayed("fetch", |connection| {
+                async move {
+                    let mut lines = Lines::default();
+                    let mut rows = query.fetch(connection);
+                    while let Some(row) = rows.try_next().await? {
+                        lines.add(&row)?;
+                    }
+                    Ok(lines)
+                }
+                .boxed()
+            })
             .await
     }
 
@@ -256,7 +257,7 @@ impl Reader {
         }
         self.raise_alarm(&answer.below);
         let ended = self.floor.ended(&answer.snapshot);
-        let mut older = HashMap::new();
+        let mut older = BTreeMap::new();
         if let Some(ended) = &ended {
             let ask = ask.of_ended(ended);
             if !ask.leases.is_empty() {
@@ -274,15 +275,25 @@ impl Reader {
         request: &FetchRequest,
         ask: &Ask<'_>,
         mut answer: Answer,
-        mut older: HashMap<Lane, Scan<Result<Message>>>,
+        mut older: BTreeMap<Lane, Scan<Result<Message>>>,
         ended: Option<&Ended>,
     ) -> Page {
         let mut page = Page::default();
+        page.rows
+            .reserve(answer.scans.values().map(|scan| scan.rows.len()).sum());
         let mut lanes = BTreeMap::new();
-        for (at, Lease { lane, .. }) in ask.leases.iter().enumerate() {
+        // In order of lanes, so that the page is sorted as it is put together.
+        let mut asked: Vec<_> = ask
+            .leases
+            .iter()
+            .map(|lease| lease.lane)
+            .enumerate()
+            .collect();
+        asked.sort_unstable_by_key(|(_, lane)| *lane);
+        for (at, lane) in &asked {
             let scan = answer.scans.remove(lane).unwrap_or_default();
             let older = older.remove(lane).unwrap_or_default();
-            let scan = scan.after(older, ask.rows_max[at], ask.bytes_max[at]);
+            let scan = scan.after(older, ask.rows_max[*at], ask.bytes_max[*at]);
             self.shares.note(*lane, scan.rows.len(), scan.cut.is_some());
             page.full |= scan.cut.is_some();
             let part = LanePage {
@@ -339,34 +350,10 @@ impl Reader {
 }
 
 impl Answer {
-    fn of(lines: Vec<Line>, ask: &Ask<'_>) -> Result<Self> {
+    fn of(lines: Lines, ask: &Ask<'_>) -> Result<Self> {
         let foreign = || Error::new(ErrorKind::Corrupt, "fetch", "no snapshot in the answer");
-        let mut view = None;
-        let mut scans: HashMap<Lane, Scan<_>> = HashMap::new();
-        let mut below = Vec::new();
-        for line in lines {
-            match line {
-                Line::View { snapshot, server } => view = Some((snapshot, server)),
-                Line::Pending {
-                    lane,
-                    position,
-                    size,
-                    mark: cut,
-                    xid,
-                    message,
-                } => {
-                    if let Some(xid) = xid {
-                        below.push((lane, position, xid.parse().map_err(|_| foreign())?));
-                    }
-                    let scan = scans.entry(lane).or_default();
-                    scan.rows.push((position, i64::from(size), message));
-                    if cut {
-                        scan.cut = Some(position);
-                    }
-                }
-            }
-        }
-        let (snapshot, server) = view.ok_or_else(foreign)?;
+        let (snapshot, server) = lines.view.ok_or_else(foreign)?;
+        let mut scans = lines.scans;
         for (at, lease) in ask.leases.iter().enumerate() {
             let Some(scan) = scans.get_mut(&lease.lane) else {
                 continue;
@@ -377,11 +364,14 @@ impl Answer {
                 scan.cut = scan.rows.last().map(|row| row.0);
             }
         }
+        let below = lines.below.into_iter();
+        let below = below
+            .map(|(lane, position, xid)| Ok((lane, position, xid.parse().map_err(|_| foreign())?)));
         Ok(Self {
             snapshot: Snapshot::parse(&snapshot).ok_or_else(foreign)?,
             server,
             scans,
-            below,
+            below: below.collect::<Result<_>>()?,
         })
     }
 }
