@@ -47,6 +47,11 @@ pub async fn measure(report: &mut Report, backlog: &Backlog, kafka: &Kafka, size
     ));
 }
 
+/// Without the beginning, when connections are made.
+fn steady(mut delays: Vec<Duration>) -> Vec<Duration> {
+    delays.split_off(delays.len() / 6)
+}
+
 fn line(report: &mut Report, what: &str, delays: &[Duration]) {
     report.line(format!(
         "{what}, {MESSAGES_A_SECOND}/s, {} messages: p50 {:?}, p99 {:?}, longest {:?}",
@@ -76,7 +81,7 @@ async fn relay_once(
     let (relayed, ()) = tokio::join!(relay, write(&url, destination, load, &times));
     relayed.unwrap();
     assert!(checked.is_complete());
-    times.delays()
+    steady(times.delays())
 }
 
 /// The same records at the same pace.
@@ -101,5 +106,5 @@ async fn client_once(kafka: &Kafka, load: Load) -> Vec<Duration> {
             sent.elapsed()
         });
     }
-    waiting.join_all().await
+    steady(waiting.join_all().await)
 }

@@ -94,7 +94,7 @@ impl Reader {
         }
     }
 
-    /// Reads the page without a sum over its bytes, which costs as much as a fifth of the fetch, unless a row is larger
+    /// Reads the page without a sum over its bytes, which costs a quarter of the fetch, unless a row is larger
     /// than its part of them: then that is where the page may have to end.
     async fn scan_page(&mut self, ask: &Ask<'_>) -> Result<Answer> {
         if self.pages_by_sum == 0 {
