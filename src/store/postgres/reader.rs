@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use futures_util::TryStreamExt;
 use futures_util::future::{BoxFuture, FutureExt};
-use sqlx::SqlStr;
+use sqlx::postgres::PgArguments;
+use sqlx::query::Query;
+use sqlx::{Postgres, SqlStr};
 use time::OffsetDateTime;
 use tracing::error as alarm;
 
@@ -94,39 +96,38 @@ impl Reader {
         }
     }
 
-    /// Reads the page without a sum over its bytes, which costs a quarter of the fetch, unless a row is larger
-    /// than its part of them: then that is where the page may have to end.
+    /// Reads the page. Where nothing is set aside it does so without a sum over its bytes, which costs a quarter of the
+    /// fetch, unless a row is larger than its part of them: then that is where the page may have to end.
     async fn scan_page(&mut self, ask: &Ask<'_>) -> Result<Answer> {
-        if self.pages_by_sum == 0 {
-            let answer = self.scan(&self.store.sql.fetch, ask, None).await?;
+        if self.pages_by_sum == 0 && !ask.aside.contains(&true) {
+            let query = asked(&self.store.sql.fetch_plain, ask);
+            let answer = self.scan(query, ask).await?;
             if !answer.marked {
                 return Ok(answer);
             }
             self.pages_by_sum = PAGES_BY_SUM;
         }
-        self.pages_by_sum -= 1;
-        self.scan(&self.store.sql.fetch_by_sum, ask, None).await
+        self.pages_by_sum = self.pages_by_sum.saturating_sub(1);
+        let query = asked(&self.store.sql.fetch, ask)
+            .bind(ask.aside.clone())
+            .bind(ask.closed.to_vec());
+        self.scan(query, ask).await
     }
 
-    async fn scan(&self, sql: &SqlStr, ask: &Ask<'_>, ended: Option<&Ended>) -> Result<Answer> {
-        let (lanes, tokens) = columns_of(&ask.leases);
-        let rows_max = ask.rows_max.iter();
-        let rows_max = rows_max.map(|rows| i64::try_from(*rows).unwrap_or(i64::MAX));
-        let mut query = sqlx::query(sql.clone())
-            .bind(lanes)
-            .bind(tokens)
-            .bind(ask.floors.clone())
-            .bind(ask.known.clone())
-            .bind(rows_max.collect::<Vec<_>>())
-            .bind(ask.bytes_max.clone())
-            .bind(ask.aside.clone());
-        query = match ended {
-            Some(ended) => {
-                let xids = ended.xids.iter().map(u64::to_string);
-                query.bind(xids.collect::<Vec<_>>())
-            }
-            None => query.bind(ask.closed.to_vec()),
-        };
+    /// Reads what ended transactions left below the floors.
+    async fn rescan(&self, ask: &Ask<'_>, ended: &Ended) -> Result<Answer> {
+        let xids = ended.xids.iter().map(u64::to_string);
+        let query = asked(&self.store.sql.refetch, ask)
+            .bind(ask.aside.clone())
+            .bind(xids.collect::<Vec<_>>());
+        self.scan(query, ask).await
+    }
+
+    async fn scan(
+        &self,
+        query: Query<'static, Postgres, PgArguments>,
+        ask: &Ask<'_>,
+    ) -> Result<Answer> {
         // A row is decoded while the next ones are on their way.
         let answer = self.store.relayed("fetch", |connection| {
             async move {
@@ -193,8 +194,7 @@ impl Reader {
         if let Some(ended) = &ended {
             let ask = ask.of_ended(ended);
             if !ask.leases.is_empty() {
-                let sql = &self.store.sql.refetch;
-                older = self.scan(sql, &ask, Some(ended)).await?.scans;
+                older = self.rescan(&ask, ended).await?.scans;
             }
         }
         Ok(self.assemble(request, &ask, answer, older, ended.as_ref()))
@@ -284,6 +284,20 @@ impl Reader {
             }
         }
     }
+}
+
+/// Binds what every fetch asks of each lane: `$1` to `$6`.
+fn asked(sql: &SqlStr, ask: &Ask<'_>) -> Query<'static, Postgres, PgArguments> {
+    let (lanes, tokens) = columns_of(&ask.leases);
+    let rows_max = ask.rows_max.iter();
+    let rows_max = rows_max.map(|rows| i64::try_from(*rows).unwrap_or(i64::MAX));
+    sqlx::query(sql.clone())
+        .bind(lanes)
+        .bind(tokens)
+        .bind(ask.floors.clone())
+        .bind(ask.known.clone())
+        .bind(rows_max.collect::<Vec<_>>())
+        .bind(ask.bytes_max.clone())
 }
 
 impl OutboxReader for Reader {

@@ -11,7 +11,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 use crate::store::Prefix;
 
 pub(super) use self::admin::{AdminSql, HORIZON};
-use self::page::{BLOCKED, drain, page, page_by_sum};
+use self::page::{BLOCKED, drain, page, plain_page};
 use super::wake_up::{OPEN_MAX, channel};
 
 /// Columns of a message, in the order in which rows are read.
@@ -60,8 +60,8 @@ pub(super) struct Sql {
     pub lease: SqlStr,
     pub renew: SqlStr,
     pub release: SqlStr,
+    pub fetch_plain: SqlStr,
     pub fetch: SqlStr,
-    pub fetch_by_sum: SqlStr,
     pub refetch: SqlStr,
     pub confirm: SqlStr,
     pub settle: SqlStr,
@@ -203,10 +203,10 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
-            fetch: safe(format!("{} UNION ALL {}", page(t), drain(t))),
-            fetch_by_sum: safe(format!("{} UNION ALL {}", page_by_sum(t, "true"), drain(t))),
+            fetch_plain: safe(plain_page(t)),
+            fetch: safe(format!("{} UNION ALL {}", page(t, "true"), drain(t))),
             // Of transactions that had ended when the page was read, below the floor: exactly what that view lacks.
-            refetch: safe(page_by_sum(
+            refetch: safe(page(
                 t,
                 "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),
