@@ -13,8 +13,8 @@ use crate::broker::Publisher;
 use crate::error::Result;
 use crate::lane::{LANES, Lane};
 use crate::store::{
-    DestinationControl, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place, Settled,
-    SettlementBatch, Verdict,
+    AsideState, DestinationControl, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place,
+    Settled, SettlementBatch, Verdict,
 };
 
 use super::config::{LEASE_MARGIN, RelayConfig};
@@ -50,7 +50,7 @@ pub(super) struct Worker {
 enum Cycle {
     /// Something moved: go on at once.
     Moved,
-    /// Nothing was there, or nothing is ours.
+    /// Nothing was there, nothing is ours, or nothing may go.
     Idle,
     /// The broker or the database is in trouble: back off.
     Trouble,
@@ -257,8 +257,8 @@ impl Worker {
             // Only a message that got through shows that the trouble is over.
             self.status.broker(None);
         }
-        let moved = !verdicts.is_empty();
-        if moved {
+        let moved = verdicts.iter().any(|(_, verdict)| !is_put_off(verdict));
+        if !verdicts.is_empty() {
             let settled = self.settle(&SettlementBatch { leases, verdicts }).await?;
             if settled.fenced > 0 {
                 warn!(
@@ -294,6 +294,12 @@ impl Worker {
             }
         }
     }
+}
+
+/// A page of these alone had nothing for anybody else. Taking it easy then keeps a broker that stalls for seconds from
+/// turning a whole backlog over.
+fn is_put_off(verdict: &Verdict) -> bool {
+    matches!(verdict, Verdict::SetAside(aside) if matches!(aside.state, AsideState::Waiting | AsideState::Held))
 }
 
 /// A slow read may have eaten a lease: publish only what is certain to be ours until it is settled.
