@@ -25,7 +25,7 @@ use super::late::{Landed, Late};
 use super::pace::IdlePoll;
 use super::plan::{Group, groups};
 use super::publish::{Outcomes, publish};
-use super::status::StatusBoard;
+use super::status::Reporter;
 use super::triage::{Triage, triage};
 
 /// Tries of the settling statement before the batch is given up and read again (duplicates, never loss).
@@ -38,7 +38,7 @@ pub(super) struct Worker {
     pub(super) reader: Box<dyn OutboxReader>,
     pub(super) held: Arc<Held>,
     pub(super) woken: watch::Receiver<()>,
-    pub(super) status: Arc<StatusBoard>,
+    pub(super) status: Reporter,
     /// What operators said about destinations, as the keeper last read it.
     pub(super) controls: watch::Receiver<Arc<[DestinationControl]>>,
     pub(super) destinations: Destinations,
@@ -122,6 +122,7 @@ impl Worker {
             .held
             .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
+            self.status.at_rest();
             return Ok(Cycle::Idle);
         }
         let controls = self.controls.borrow().clone();
@@ -138,6 +139,7 @@ impl Worker {
             unreadable,
             full,
         } = self.reader.fetch(&request).await?;
+        self.status.database(None);
         if rows.is_empty() && unreadable.is_empty() {
             return Ok(Cycle::Idle);
         }
