@@ -322,6 +322,32 @@ pub async fn what_waits_leaves_room_for_what_is_pending<H: Harness>() {
     assert_eq!(first, expected);
 }
 
+/// A byte limit ends what is read of a lane; it takes nothing out of its middle.
+pub async fn what_waits_and_does_not_fit_keeps_back_what_is_behind_it<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let large = "x".repeat(10_000);
+    let messages = ["1", &large, "3"].map(|payload| keyed("k", payload));
+    enqueue::<H>(&store, &messages).await;
+    let mut lane = Lane::of::<H>(&store, &[]).await;
+    let waiting = lane.fetch(&[]).await.rows.into_iter().map(|row| {
+        let aside = set_aside_as(AsideState::Waiting, "closed", "");
+        (row.place, aside)
+    });
+    let batch = SettlementBatch {
+        leases: lane.leases.clone(),
+        verdicts: waiting.collect(),
+    };
+    lane.reader.settle(&batch).await.unwrap();
+    lane.leases.retain(|lease| lease.lane == lane_of(b"k"));
+    let request = FetchRequest {
+        bytes_max: 4_000,
+        ..request(&lane.leases)
+    };
+    let page = lane.reader.fetch(&request).await.unwrap();
+    assert_eq!(ids(&page), [messages[0].id.as_str()]);
+}
+
 /// However long the key, and whatever its bytes: an index must not refuse the settlement.
 pub async fn any_key_can_be_set_aside<H: Harness>() {
     let h = H::start().await;

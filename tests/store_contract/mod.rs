@@ -163,6 +163,7 @@ macro_rules! store_contract {
             what_is_set_aside_and_refused_stays_at_its_place,
             rows_set_aside_are_fenced_like_others,
             what_waits_leaves_room_for_what_is_pending,
+            what_waits_and_does_not_fit_keeps_back_what_is_behind_it,
             any_key_can_be_set_aside,
             a_delayed_message_is_released_once_when_it_is_due,
             a_delayed_message_exists_only_if_its_transaction_commits,
