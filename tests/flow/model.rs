@@ -43,7 +43,7 @@ impl World for Sqlite {
 
 #[tokio::test]
 async fn under_random_trouble_nothing_is_lost_stuck_or_out_of_order() {
-    cases(32, |_| async {
+    cases(32, 24, |_| async {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("model.db");
         let store = SqliteStore::connect(path).await.unwrap();

@@ -42,11 +42,9 @@ pub trait World {
 const DESTINATIONS: [&str; 5] = ["ev", "ev.a", "ev.b", "mail", "shop"];
 /// Longest wait for everything to go out once all is well; only a failing case waits that long.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// Cases at one time.
-const SIDE_BY_SIDE: usize = 24;
 
-/// Runs so many cases. `RELAYBOX_SEED` names the first one, `RELAYBOX_CASES` another number of them.
-pub async fn cases<W, F>(count: u64, start: impl Fn(u64) -> F)
+/// Runs so many cases, some side by side. `RELAYBOX_SEED` names the first one, `RELAYBOX_CASES` another number of them.
+pub async fn cases<W, F>(count: u64, side_by_side: usize, start: impl Fn(u64) -> F)
 where
     W: World,
     F: Future<Output = W>,
@@ -60,7 +58,7 @@ where
         told.map(|told| format!("seed {seed}: {told}"))
     };
     let cases = futures_util::stream::iter((first..first + count).map(case));
-    let mut told = cases.buffer_unordered(SIDE_BY_SIDE);
+    let mut told = cases.buffer_unordered(side_by_side);
     let mut broken = Vec::new();
     while let Some(told) = told.next().await {
         broken.extend(told);

@@ -4,6 +4,7 @@ mod admin;
 mod behaviour;
 mod floor;
 mod floor_load;
+mod model;
 mod proxy;
 mod trouble;
 mod wake_up;
