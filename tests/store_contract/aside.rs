@@ -220,6 +220,19 @@ pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>()
     assert_eq!(lane.read(&[]).await.len(), 4);
 }
 
+/// An exchange without a routing key, a stream's bare subject: the scope's own name is one of its destinations.
+pub async fn a_destination_named_as_its_scope_waits_for_the_others_of_it<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let messages = [("1", "ev.a", "k"), ("2", "ev", "k"), ("3", "ev", "j")];
+    let mut lane = Lane::of::<H>(&store, &messages).await;
+    lane.set_aside(&messages.map(|(id, ..)| (id, AsideState::Waiting)))
+        .await;
+    assert_eq!(lane.read(&["ev.a"]).await, ["aside 3"]);
+    let read = lane.read(&["mail"]).await;
+    assert_eq!(sorted(read), ["aside 1", "aside 2", "aside 3"]);
+}
+
 fn sorted(mut names: Vec<String>) -> Vec<String> {
     names.sort();
     names
