@@ -298,7 +298,12 @@ impl<W: World> Case<W> {
         while healed.elapsed() < DEADLINE {
             let all = AsideFilter::all();
             store.requeue(&all, Mode::Apply).await.unwrap();
-            if store.pending(1).await.unwrap() + store.aside(1).await.unwrap() == 0 {
+            // Twice, for a row on its way from one table to the other.
+            let mut left = 0;
+            for _ in 0..2 {
+                left += store.pending(1).await.unwrap() + store.aside(1).await.unwrap();
+            }
+            if left == 0 {
                 return None;
             }
             let _ = timeout(Duration::from_millis(20), self.broker.changed()).await;
