@@ -123,8 +123,9 @@ impl<S: OutboxStore> OutboxStore for Lossy<S> {
 impl OutboxReader for LossyReader {
     fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>> {
         Box::pin(async move {
+            let page = self.inner.fetch(request).await?;
             self.losses.lose()?;
-            self.inner.fetch(request).await
+            Ok(page)
         })
     }
 

@@ -260,7 +260,7 @@ impl<W: World> Case<W> {
         let config = RelayConfig::default()
             .with_name(&name)
             .with_workers(random.usize(1..4))
-            .with_batch_rows_max([1, 5, 16, 40, 1_000][random.usize(..5)])
+            .with_batch_rows_max([16, 17, 40, 100, 1_000][random.usize(..5)])
             .with_batch_bytes_max([100, 2_000, 1 << 20][random.usize(..3)])
             .with_lease(Duration::from_millis(2_200))
             .with_patience(Duration::from_millis(random.u64(10..30)))

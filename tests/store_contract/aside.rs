@@ -201,6 +201,33 @@ pub async fn a_discarded_head_lets_its_key_go_on<H: Harness>() {
     assert_eq!(lane_read(&store, &lane.leases).await, ["aside 2", "3"]);
 }
 
+/// A lane of which every page sets something aside has no idle moment in which to look.
+pub async fn a_key_that_nothing_blocks_goes_on_however_busy_its_lane_is<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let messages = ["1", "2"].map(|id| (id, "orders", "k"));
+    let mut lane = Lane::of::<H>(&store, &messages).await;
+    lane.set_aside(&[("1", AsideState::Blocking), ("2", AsideState::Held)])
+        .await;
+    let all = AsideFilter::all();
+    store.discard(&all, "a test", Mode::Apply).await.unwrap();
+    lane.reader = store.reader();
+    let mut read = Vec::new();
+    for id in ["a", "b", "c", "d"] {
+        enqueue::<H>(&store, &[message((id, "mail", "k"))]).await;
+        let page = lane.fetch(&["mail"]).await;
+        read = ids(&page).into_iter().map(str::to_owned).collect();
+        let pending = page.rows.iter().find(|row| !row.place.is_aside());
+        let aside = set_aside_as(AsideState::Waiting, "closed", "");
+        let batch = SettlementBatch {
+            leases: lane.leases.clone(),
+            verdicts: vec![(pending.unwrap().place, aside)],
+        };
+        lane.reader.settle(&batch).await.unwrap();
+    }
+    assert_eq!(read, ["2", "d"]);
+}
+
 pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>() {
     let h = H::start().await;
     let store = h.store();
