@@ -122,6 +122,14 @@ impl Worker {
             .held
             .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
+            // Its lanes may be with another worker and come back: the reader is told, and remembers nothing of them.
+            let none = FetchRequest {
+                leases: Vec::new(),
+                rows_max: 0,
+                bytes_max: 0,
+                closed: Vec::new(),
+            };
+            self.reader.fetch(&none).await?;
             return Ok(Cycle::Idle);
         }
         let controls = self.controls.borrow().clone();

@@ -228,6 +228,26 @@ pub async fn a_key_that_nothing_blocks_goes_on_however_busy_its_lane_is<H: Harne
     assert_eq!(read, ["2", "d"]);
 }
 
+/// Lanes change hands between the workers of a relay under the same token.
+pub async fn what_another_reader_set_aside_is_known_after_a_request_without_the_lane<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let mut lane = Lane::of::<H>(&store, &[]).await;
+    assert!(lane.read(&[]).await.is_empty());
+    let mut other = Lane {
+        leases: lane.leases.clone(),
+        reader: store.reader(),
+    };
+    enqueue::<H>(&store, &[message(("1", "orders", "k"))]).await;
+    other.set_aside(&[("1", AsideState::Waiting)]).await;
+    let without = lane.reader.fetch(&request(&[])).await.unwrap();
+    assert!(without.rows.is_empty());
+    enqueue::<H>(&store, &[message(("2", "orders", "k"))]).await;
+    assert_eq!(lane.read(&[]).await, ["aside 1", "2"]);
+    let page = lane.fetch(&["orders"]).await;
+    assert_eq!(page.rows[0].ahead.len(), 1);
+}
+
 pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>() {
     let h = H::start().await;
     let store = h.store();

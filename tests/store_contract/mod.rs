@@ -160,6 +160,7 @@ macro_rules! store_contract {
             a_blocked_key_waits_for_an_operator_and_then_goes_in_order,
             a_discarded_head_lets_its_key_go_on,
             a_key_that_nothing_blocks_goes_on_however_busy_its_lane_is,
+            what_another_reader_set_aside_is_known_after_a_request_without_the_lane,
             within_a_scope_a_key_waits_for_its_closed_destination,
             a_destination_named_as_its_scope_waits_for_the_others_of_it,
             what_is_set_aside_and_refused_stays_at_its_place,
