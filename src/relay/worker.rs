@@ -123,6 +123,14 @@ impl Worker {
             .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
             self.status.at_rest();
+            // Its lanes may be with another worker and come back: the reader is told, and remembers nothing of them.
+            let none = FetchRequest {
+                leases: Vec::new(),
+                rows_max: 0,
+                bytes_max: 0,
+                closed: Vec::new(),
+            };
+            self.reader.fetch(&none).await?;
             return Ok(Cycle::Idle);
         }
         let controls = self.controls.borrow().clone();

@@ -201,6 +201,53 @@ pub async fn a_discarded_head_lets_its_key_go_on<H: Harness>() {
     assert_eq!(lane_read(&store, &lane.leases).await, ["aside 2", "3"]);
 }
 
+/// A lane of which every page sets something aside has no idle moment in which to look.
+pub async fn a_key_that_nothing_blocks_goes_on_however_busy_its_lane_is<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let messages = ["1", "2"].map(|id| (id, "orders", "k"));
+    let mut lane = Lane::of::<H>(&store, &messages).await;
+    lane.set_aside(&[("1", AsideState::Blocking), ("2", AsideState::Held)])
+        .await;
+    let all = AsideFilter::all();
+    store.discard(&all, "a test", Mode::Apply).await.unwrap();
+    lane.reader = store.reader();
+    let mut read = Vec::new();
+    for id in ["a", "b", "c", "d"] {
+        enqueue::<H>(&store, &[message((id, "mail", "k"))]).await;
+        let page = lane.fetch(&["mail"]).await;
+        read = ids(&page).into_iter().map(str::to_owned).collect();
+        let pending = page.rows.iter().find(|row| !row.place.is_aside());
+        let aside = set_aside_as(AsideState::Waiting, "closed", "");
+        let batch = SettlementBatch {
+            leases: lane.leases.clone(),
+            verdicts: vec![(pending.unwrap().place, aside)],
+        };
+        lane.reader.settle(&batch).await.unwrap();
+    }
+    assert_eq!(read, ["2", "d"]);
+}
+
+/// Lanes change hands between the workers of a relay under the same token.
+pub async fn what_another_reader_set_aside_is_known_after_a_request_without_the_lane<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let mut lane = Lane::of::<H>(&store, &[]).await;
+    assert!(lane.read(&[]).await.is_empty());
+    let mut other = Lane {
+        leases: lane.leases.clone(),
+        reader: store.reader(),
+    };
+    enqueue::<H>(&store, &[message(("1", "orders", "k"))]).await;
+    other.set_aside(&[("1", AsideState::Waiting)]).await;
+    let without = lane.reader.fetch(&request(&[])).await.unwrap();
+    assert!(without.rows.is_empty());
+    enqueue::<H>(&store, &[message(("2", "orders", "k"))]).await;
+    assert_eq!(lane.read(&[]).await, ["aside 1", "2"]);
+    let page = lane.fetch(&["orders"]).await;
+    assert_eq!(page.rows[0].ahead.len(), 1);
+}
+
 pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>() {
     let h = H::start().await;
     let store = h.store();
@@ -218,6 +265,19 @@ pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>()
     let read = lane.read(&["ev.b"]).await;
     assert_eq!(sorted(read), ["aside 1", "aside 4"]);
     assert_eq!(lane.read(&[]).await.len(), 4);
+}
+
+/// An exchange without a routing key, a stream's bare subject: the scope's own name is one of its destinations.
+pub async fn a_destination_named_as_its_scope_waits_for_the_others_of_it<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let messages = [("1", "ev.a", "k"), ("2", "ev", "k"), ("3", "ev", "j")];
+    let mut lane = Lane::of::<H>(&store, &messages).await;
+    lane.set_aside(&messages.map(|(id, ..)| (id, AsideState::Waiting)))
+        .await;
+    assert_eq!(lane.read(&["ev.a"]).await, ["aside 3"]);
+    let read = lane.read(&["mail"]).await;
+    assert_eq!(sorted(read), ["aside 1", "aside 2", "aside 3"]);
 }
 
 fn sorted(mut names: Vec<String>) -> Vec<String> {
@@ -320,6 +380,32 @@ pub async fn what_waits_leaves_room_for_what_is_pending<H: Harness>() {
         .collect();
     let expected: Vec<_> = places[..aside].iter().map(|place| place.position).collect();
     assert_eq!(first, expected);
+}
+
+/// A byte limit ends what is read of a lane; it takes nothing out of its middle.
+pub async fn what_waits_and_does_not_fit_keeps_back_what_is_behind_it<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let large = "x".repeat(10_000);
+    let messages = ["1", &large, "3"].map(|payload| keyed("k", payload));
+    enqueue::<H>(&store, &messages).await;
+    let mut lane = Lane::of::<H>(&store, &[]).await;
+    let waiting = lane.fetch(&[]).await.rows.into_iter().map(|row| {
+        let aside = set_aside_as(AsideState::Waiting, "closed", "");
+        (row.place, aside)
+    });
+    let batch = SettlementBatch {
+        leases: lane.leases.clone(),
+        verdicts: waiting.collect(),
+    };
+    lane.reader.settle(&batch).await.unwrap();
+    lane.leases.retain(|lease| lease.lane == lane_of(b"k"));
+    let request = FetchRequest {
+        bytes_max: 4_000,
+        ..request(&lane.leases)
+    };
+    let page = lane.reader.fetch(&request).await.unwrap();
+    assert_eq!(ids(&page), [messages[0].id.as_str()]);
 }
 
 /// However long the key, and whatever its bytes: an index must not refuse the settlement.

@@ -314,6 +314,7 @@ impl OutboxReader for Reader {
         async move {
             if request.leases.is_empty() || request.rows_max == 0 {
                 self.floor.forget();
+                self.lines.forget();
                 return Ok(Page::default());
             }
             let page = self.read(request).await;

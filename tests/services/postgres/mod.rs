@@ -5,6 +5,7 @@ mod behaviour;
 mod floor;
 mod floor_load;
 mod listening;
+mod model;
 mod notifying;
 mod proxy;
 mod trouble;

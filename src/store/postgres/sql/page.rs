@@ -119,8 +119,8 @@ fn pending(t: &str, condition: &str) -> String {
 /// limits, so that pending rows are never left out altogether.
 ///
 /// Walks from destination to destination along the index, past those that are closed, and leaves out what has a row
-/// ahead of it that blocks, or waits for a closed destination of the same scope. Where a scope is one destination there
-/// is none of these, and looking for them would cost the square of the line's length.
+/// ahead of it that blocks, or waits for a closed destination of the same scope. These are looked for only in scopes
+/// where something waits for a closed destination: it costs the square of the line's length.
 pub(super) fn drain(t: &str) -> String {
     let ahead = format!(
         "SELECT 1 FROM {t}outbox_aside e WHERE e.lane = a.lane AND md5(e.key) = md5(a.key) AND e.scope = a.scope \
@@ -136,6 +136,12 @@ pub(super) fn drain(t: &str) -> String {
         "SELECT a.lane, a.outbox_position, {MESSAGE}, a.size, NULL, NULL, NULL, NULL, NULL, NULL, NULL \
          FROM unnest($1::int[], $2::bigint[], $5::bigint[], $6::bigint[], $7::bool[]) \
             AS l(lane, token, rows_max, bytes_max, aside) {} \
+         CROSS JOIN LATERAL (SELECT ARRAY( \
+            SELECT w.scope FROM unnest($8::text[]) AS c(name) CROSS JOIN LATERAL ( \
+                SELECT e.scope FROM {t}outbox_aside e \
+                WHERE e.lane = l.lane AND e.state = 'waiting' AND e.destination = c.name \
+                ORDER BY e.outbox_position LIMIT 1) w \
+            WHERE l.aside AND w.scope IS NOT NULL) AS scopes OFFSET 0) shut \
          CROSS JOIN LATERAL ( \
             SELECT p.*, sum(p.size) OVER (ORDER BY p.outbox_position ROWS UNBOUNDED PRECEDING) AS bytes \
             FROM (WITH RECURSIVE d(name) AS ( \
@@ -144,7 +150,7 @@ pub(super) fn drain(t: &str) -> String {
                     SELECT * FROM {t}outbox_aside a \
                     WHERE a.lane = l.lane AND a.state = 'waiting' AND a.destination = d.name AND (a.key IS NULL \
                         OR (NOT EXISTS ({ahead} AND {BLOCKED}) \
-                            AND (a.scope = a.destination OR cardinality($8::text[]) = 0 \
+                            AND (a.scope <> ALL (shut.scopes) \
                                 OR NOT EXISTS ({ahead} AND {IN_LINE} AND e.destination = ANY ($8::text[]))))) \
                     ORDER BY a.outbox_position LIMIT l.rows_max / 2 + 1) m \
                 WHERE d.name <> ALL ($8::text[]) \
