@@ -66,11 +66,14 @@ fn page_of(t: &str, message: &str, mark: &str, rows: &str) -> String {
     let nothing = MESSAGE_TYPES.map(|sql| format!("NULL::{sql}")).join(", ");
     let of_key = format!("e.lane = o.lane AND md5(e.key) = md5(o.key) AND {IN_LINE}");
     let lanes = "unnest($1::int[], $7::bool[]) AS l(lane, aside)";
-    let some = |rows: &str| {
-        format!("EXISTS (SELECT 1 FROM {t}outbox_aside e WHERE e.lane = l.lane AND {rows})")
+    // Not EXISTS: that may be answered from a hash of all rows of all lanes.
+    let some = |rows: &str, order: &str| {
+        format!(
+            "(SELECT true FROM {t}outbox_aside e WHERE e.lane = l.lane AND {rows} ORDER BY {order} LIMIT 1)"
+        )
     };
-    let waiting = some("e.state = 'waiting'");
-    let blocked = some(BLOCKED);
+    let waiting = some("e.state = 'waiting'", "e.destination, e.outbox_position");
+    let blocked = some(BLOCKED, "md5(e.key), e.scope, e.outbox_position");
     format!(
         "SELECT NULL::int, NULL::bigint, {nothing}, NULL::int, NULL::bool, NULL::text, \
             pg_current_snapshot()::text, \
