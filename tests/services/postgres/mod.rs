@@ -2,6 +2,7 @@
 
 mod admin;
 mod behaviour;
+mod cost;
 mod floor;
 mod floor_load;
 mod listening;

@@ -45,10 +45,14 @@ pub(super) fn plain_page(t: &str) -> String {
 pub(super) fn page(t: &str, condition: &str) -> String {
     let of_key = format!("e.lane = o.lane AND md5(e.key) = md5(o.key) AND {IN_LINE}");
     let lanes = "unnest($1::int[], $7::bool[]) AS l(lane, aside)";
-    let some = |rows: &str| {
-        format!("EXISTS (SELECT 1 FROM {t}outbox_aside e WHERE e.lane = l.lane AND {rows})")
+    // Not EXISTS: that may be answered from a hash of all rows of all lanes.
+    let some = |rows: &str, order: &str| {
+        format!(
+            "(SELECT true FROM {t}outbox_aside e WHERE e.lane = l.lane AND {rows} ORDER BY {order} LIMIT 1)"
+        )
     };
-    let (waiting, blocked) = (some("e.state = 'waiting'"), some(BLOCKED));
+    let waiting = some("e.state = 'waiting'", "e.destination, e.outbox_position");
+    let blocked = some(BLOCKED, "md5(e.key), e.scope, e.outbox_position");
     let view = view(&format!(
         "ARRAY(SELECT l.lane FROM {lanes} WHERE l.aside AND ({waiting} OR {blocked})), \
          ARRAY(SELECT l.lane FROM {lanes} WHERE l.aside AND {blocked})"
