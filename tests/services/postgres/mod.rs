@@ -4,6 +4,7 @@ mod admin;
 mod behaviour;
 mod floor;
 mod floor_load;
+mod history;
 mod proxy;
 mod trouble;
 mod wake_up;
