@@ -11,7 +11,7 @@ use relaybox::store::{Enqueue, InboxStore, OutboxStore, Prefix};
 use relaybox::{ErrorKind, Message};
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 use sqlx::{AssertSqlSafe, Connection, Executor, SqliteConnection};
-use store_contract::{Harness, enqueue, keyed, lease_all, pending, request};
+use store_contract::{Harness, Keeps, enqueue, keyed, lease_all, pending, request};
 
 struct Sqlite {
     directory: tempfile::TempDir,
@@ -76,6 +76,16 @@ impl Harness for Sqlite {
     }
 
     async fn blocked(&self) {}
+}
+
+impl Keeps for Sqlite {
+    fn keeping(&self, duration: Duration) -> SqliteStore {
+        self.store().with_keep_published(duration)
+    }
+
+    fn days(count: u32) -> String {
+        (i64::from(count) * 86_400_000_000).to_string()
+    }
 }
 
 store_contract!(Sqlite);

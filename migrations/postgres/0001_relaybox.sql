@@ -69,6 +69,99 @@ CREATE INDEX ON relaybox_outbox_aside (lane, md5(key), scope, outbox_position)
 -- Finds what is due.
 CREATE INDEX ON relaybox_outbox_aside (due_at) WHERE state = 'delayed';
 
+-- What was published, where relays are told to keep it. A day has a partition, and 32 days later the same one again, empty
+-- by then: so none is ever missing or made under way. Without constraints, because nothing may keep a row from being
+-- settled.
+CREATE TABLE relaybox_outbox_history (
+    published_at timestamptz NOT NULL,
+    position     bigint      NOT NULL,
+    lane         int         NOT NULL,
+    message_id   text        COLLATE "C" NOT NULL,
+    destination  text        NOT NULL,
+    key          bytea,
+    event_type   text        NOT NULL,
+    content_type text,
+    headers      text,
+    payload      bytea,
+    size         int         NOT NULL,
+    version      bigint,
+    occurred_at  timestamptz NOT NULL
+) PARTITION BY LIST ((((published_at AT TIME ZONE 'UTC')::date - DATE '2000-01-01') % 32));
+
+-- Finds a message. An id may be longer than an index allows.
+CREATE INDEX ON relaybox_outbox_history (left(message_id, 64));
+-- Finds what is over.
+CREATE INDEX ON relaybox_outbox_history (published_at);
+
+-- A day is never updated, and emptied whole: to vacuum it is in vain.
+CREATE TABLE relaybox_outbox_history_00 PARTITION OF relaybox_outbox_history FOR VALUES IN (0)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_01 PARTITION OF relaybox_outbox_history FOR VALUES IN (1)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_02 PARTITION OF relaybox_outbox_history FOR VALUES IN (2)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_03 PARTITION OF relaybox_outbox_history FOR VALUES IN (3)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_04 PARTITION OF relaybox_outbox_history FOR VALUES IN (4)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_05 PARTITION OF relaybox_outbox_history FOR VALUES IN (5)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_06 PARTITION OF relaybox_outbox_history FOR VALUES IN (6)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_07 PARTITION OF relaybox_outbox_history FOR VALUES IN (7)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_08 PARTITION OF relaybox_outbox_history FOR VALUES IN (8)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_09 PARTITION OF relaybox_outbox_history FOR VALUES IN (9)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_10 PARTITION OF relaybox_outbox_history FOR VALUES IN (10)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_11 PARTITION OF relaybox_outbox_history FOR VALUES IN (11)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_12 PARTITION OF relaybox_outbox_history FOR VALUES IN (12)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_13 PARTITION OF relaybox_outbox_history FOR VALUES IN (13)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_14 PARTITION OF relaybox_outbox_history FOR VALUES IN (14)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_15 PARTITION OF relaybox_outbox_history FOR VALUES IN (15)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_16 PARTITION OF relaybox_outbox_history FOR VALUES IN (16)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_17 PARTITION OF relaybox_outbox_history FOR VALUES IN (17)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_18 PARTITION OF relaybox_outbox_history FOR VALUES IN (18)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_19 PARTITION OF relaybox_outbox_history FOR VALUES IN (19)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_20 PARTITION OF relaybox_outbox_history FOR VALUES IN (20)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_21 PARTITION OF relaybox_outbox_history FOR VALUES IN (21)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_22 PARTITION OF relaybox_outbox_history FOR VALUES IN (22)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_23 PARTITION OF relaybox_outbox_history FOR VALUES IN (23)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_24 PARTITION OF relaybox_outbox_history FOR VALUES IN (24)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_25 PARTITION OF relaybox_outbox_history FOR VALUES IN (25)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_26 PARTITION OF relaybox_outbox_history FOR VALUES IN (26)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_27 PARTITION OF relaybox_outbox_history FOR VALUES IN (27)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_28 PARTITION OF relaybox_outbox_history FOR VALUES IN (28)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_29 PARTITION OF relaybox_outbox_history FOR VALUES IN (29)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_30 PARTITION OF relaybox_outbox_history FOR VALUES IN (30)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+CREATE TABLE relaybox_outbox_history_31 PARTITION OF relaybox_outbox_history FOR VALUES IN (31)
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+-- For what has none of them: one was taken away, or the clock stands before 2000.
+CREATE TABLE relaybox_outbox_history_other PARTITION OF relaybox_outbox_history DEFAULT
+    WITH (autovacuum_vacuum_insert_threshold = -1);
+
 -- What an operator said about destinations.
 CREATE TABLE relaybox_outbox_destination (
     destination text        COLLATE "C" PRIMARY KEY CHECK (octet_length(destination) <= 1024),

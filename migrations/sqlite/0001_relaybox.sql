@@ -47,6 +47,27 @@ CREATE TABLE relaybox_outbox_aside (
     UNIQUE (state, due_at, position)
 ) STRICT;
 
+-- What was published, where relays are told to keep it.
+CREATE TABLE relaybox_outbox_history (
+    number       INTEGER PRIMARY KEY,
+    published_at INTEGER NOT NULL,
+    position     INTEGER NOT NULL,
+    lane         INTEGER NOT NULL,
+    message_id   TEXT    NOT NULL,
+    destination  TEXT    NOT NULL,
+    key          BLOB,
+    event_type   TEXT    NOT NULL,
+    content_type TEXT,
+    headers      TEXT,
+    payload      BLOB,
+    size         INTEGER NOT NULL,
+    version      INTEGER,
+    occurred_at  INTEGER NOT NULL,
+    -- Only for their indexes: CREATE INDEX cannot follow a schema prefix. The message, and what is over.
+    UNIQUE (message_id, number),
+    UNIQUE (published_at, number)
+) STRICT;
+
 -- What an operator said about destinations.
 CREATE TABLE relaybox_outbox_destination (
     destination TEXT    PRIMARY KEY NOT NULL,

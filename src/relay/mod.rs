@@ -8,6 +8,7 @@ mod config;
 mod delayed;
 mod destinations;
 mod held;
+mod history;
 mod judge;
 mod late;
 mod leases;
@@ -147,6 +148,7 @@ impl Relay {
         };
         tasks.spawn(keeper.run(stop.clone()));
         tasks.spawn(delayed::release(self.store.clone(), stop.clone()));
+        tasks.spawn(history::clean_up(self.store.clone(), stop.clone()));
         let (waking, woken) = watch::channel(());
         if let Some(news) = self.store.wake_ups() {
             let status = self.status.clone();

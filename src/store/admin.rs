@@ -52,6 +52,16 @@ pub trait OutboxAdmin: Send + Sync + 'static {
     /// One row set aside, with all that is stored of it; `None` when it is not there (any more).
     fn show_aside(&self, position: i64) -> BoxFuture<'_, Result<Option<AsideMessage>>>;
 
+    /// When a message was published, and what it was, oldest first, up to `count_max` times: a message that was sent again
+    /// is found again. Only what was settled by relays over a store that keeps it, and not for longer than that.
+    ///
+    /// To send it once more enqueue it; under the same id, consumers with an inbox know it.
+    fn find_published<'a>(
+        &'a self,
+        id: &'a MessageId,
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<PublishedMessage>>>;
+
     /// Puts parked rows back into the outbox, in order of arrival, unchanged but for a new position; returns how many.
     ///
     /// Rules: a message moves once, however many operators do this at once. Bounded steps, each its own transaction.
@@ -274,6 +284,18 @@ impl fmt::Debug for AsideEntry {
             .field("destination", &self.destination)
             .finish_non_exhaustive()
     }
+}
+
+/// A row of the history.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct PublishedMessage {
+    /// Its position in the outbox.
+    pub position: i64,
+    /// When the settlement of its batch began, by the database's clock: the broker had confirmed it by then.
+    pub published_at: OffsetDateTime,
+    /// The message; an error where the row cannot be read as one.
+    pub message: Result<Message>,
 }
 
 /// A row that is set aside, whole.

@@ -19,7 +19,7 @@ mod wake_up;
 
 pub use admin::{
     AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, DestinationControl,
-    DestinationDepth, Mode, OutboxAdmin,
+    DestinationDepth, Mode, OutboxAdmin, PublishedMessage,
 };
 pub use aside::{Ahead, AsideState, Place, SetAside, Table};
 pub use dead_letter::{DeadLetter, DeadLetterStore};

@@ -137,6 +137,18 @@ pub trait OutboxStore: Send + Sync + 'static {
     /// What operators said about destinations, sorted by name; at most [`CONTROLS_MAX`](super::CONTROLS_MAX).
     fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>>;
 
+    /// One bounded step of removing what was kept of published messages for long enough (default: nothing is kept). Whether
+    /// there may be more to remove.
+    ///
+    /// Rules: judged by the database's clock, never early. Touches nothing but the history, so nothing that is pending, set
+    /// aside or dead. However many relays do this at once, under whatever load, no enqueue, fetch or settlement waits for
+    /// it longer than for another statement.
+    ///
+    /// Cancel safety: a dropped future may or may not have removed something.
+    fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
+        Box::pin(std::future::ready(Ok(false)))
+    }
+
     /// News of committed messages, for one relay, where the store has any (default none). It ends when dropped.
     fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
         None

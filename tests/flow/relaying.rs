@@ -298,6 +298,39 @@ async fn what_is_unconfirmed_at_the_stop_deadline_stays_pending() {
 }
 
 #[tokio::test]
+async fn what_was_sent_is_kept_for_as_long_as_was_asked() {
+    let mut house = House::new().await;
+    house.store = house.store.with_keep_published(Duration::from_secs(3_600));
+    house.enqueue(&numbered("k", "old", 1_200)).await;
+    let relay = house.relay(house.broker.clone(), brisk());
+    house.drained().await;
+    relay.stop().await.unwrap();
+    let kept = async || -> i64 {
+        let count = "SELECT count(*) FROM relaybox_outbox_history";
+        let counted = sqlx::query_scalar(count).fetch_one(house.store.pool());
+        counted.await.unwrap()
+    };
+    assert_eq!(kept().await, 1_200);
+    sqlx::query("UPDATE relaybox_outbox_history SET published_at = published_at - 3600000000")
+        .execute(house.store.pool())
+        .await
+        .unwrap();
+
+    house.enqueue(&numbered("k", "new", 10)).await;
+    let relays = [(); 2].map(|()| house.relay(house.broker.clone(), brisk()));
+    house.drained().await;
+    eventually(DEADLINE, "what is old is gone", || async {
+        kept().await == 10
+    })
+    .await;
+    for relay in relays {
+        relay.stop().await.unwrap();
+    }
+    assert_eq!(kept().await, 10);
+    assert_eq!(house.ids("orders").len(), 1_210);
+}
+
+#[tokio::test]
 async fn a_lease_that_a_publish_may_outlive_is_refused() {
     let house = House::new().await;
     let relay = house.relay(

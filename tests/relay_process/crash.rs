@@ -221,6 +221,10 @@ impl OutboxStore for CrashingStore {
         self.inner.controls()
     }
 
+    fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
+        self.inner.clean_up_history()
+    }
+
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {
         self.inner.pending(count_max)
     }

@@ -5,6 +5,7 @@
 mod admin;
 mod aside;
 mod delayed;
+mod history;
 mod inbox;
 mod outbox;
 mod parking;
@@ -13,6 +14,7 @@ mod relays;
 pub use admin::*;
 pub use aside::*;
 pub use delayed::*;
+pub use history::*;
 pub use inbox::*;
 pub use outbox::*;
 pub use parking::*;
@@ -196,6 +198,12 @@ macro_rules! store_contract {
             requeues_and_discards_at_once_neither_double_nor_lose,
             ten_thousand_rows_are_requeued_under_a_relay_and_each_is_sent_once,
             a_requeue_ends_though_the_same_messages_are_refused_again,
+            what_was_published_is_kept_with_every_byte_and_nothing_else,
+            nothing_is_kept_unless_asked_for,
+            what_was_set_aside_is_kept_once_it_is_confirmed,
+            a_fenced_settlement_keeps_nothing,
+            a_message_sent_again_is_found_each_time,
+            history_goes_by_age_and_nothing_else_does,
             checks_pass_on_migrated_tables,
         );
     };

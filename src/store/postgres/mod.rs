@@ -13,6 +13,7 @@ mod answer;
 mod dead_letters;
 mod error;
 mod floor;
+mod history;
 mod horizon;
 mod inbox;
 mod lines;
@@ -69,6 +70,7 @@ pub struct PostgresStore {
     sql: Arc<Sql>,
     lock_wait: Duration,
     sweep_pause: Duration,
+    kept: Option<Duration>,
     /// Shared by all clones that write to the same tables.
     wake_up: Option<Arc<Window>>,
     wake_up_pause: Duration,
@@ -97,6 +99,7 @@ impl PostgresStore {
             prefix,
             lock_wait: Duration::from_secs(5),
             sweep_pause: SWEEP_PAUSE,
+            kept: None,
             wake_up: None,
             wake_up_pause: WAKE_UP_PAUSE,
         }
@@ -146,6 +149,22 @@ impl PostgresStore {
     #[must_use]
     pub const fn with_sweep_pause(mut self, pause: Duration) -> Self {
         self.sweep_pause = pause;
+        self
+    }
+
+    /// Keeps what was published in the history for at least `duration` (default off: a row is deleted once the broker has
+    /// confirmed it, and nothing more is written). [`OutboxAdmin::find_published`](crate::store::OutboxAdmin::find_published)
+    /// shows it.
+    ///
+    /// The settling statement copies the row, so that it is in the history if and only if it has left the outbox. Relays
+    /// over the store empty the history by whole days of UTC, by the database's clock: a row stays up to a day longer.
+    /// Beyond 30 days it is deleted row by row instead, which costs more.
+    ///
+    /// Each relay takes the setting for itself: what one without it settles is not kept, and the shortest duration counts.
+    /// Once it is off everywhere, what was kept stays.
+    #[must_use]
+    pub const fn with_keep_published(mut self, duration: Duration) -> Self {
+        self.kept = Some(duration);
         self
     }
 

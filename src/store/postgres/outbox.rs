@@ -118,7 +118,7 @@ impl OutboxStore for PostgresStore {
             if encoding != "UTF8" {
                 return Err(Error::configuration("server_encoding", "UTF8", encoding));
             }
-            Ok(())
+            self.check_history().await
         }
         .boxed()
     }
@@ -251,6 +251,10 @@ impl OutboxStore for PostgresStore {
             Ok(controls.collect())
         }
         .boxed()
+    }
+
+    fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
+        self.forget_published().boxed()
     }
 
     fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {

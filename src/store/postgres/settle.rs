@@ -65,7 +65,11 @@ impl PostgresStore {
             }
         }
         let applied = if confirmed.0.len() == batch.verdicts.len() {
-            let query = sqlx::query(self.sql.confirm.clone())
+            let sql = match self.kept {
+                None => &self.sql.confirm,
+                Some(_) => &self.sql.confirm_and_keep,
+            };
+            let query = sqlx::query(sql.clone())
                 .bind(lanes)
                 .bind(tokens)
                 .bind(confirmed.0)
@@ -73,7 +77,11 @@ impl PostgresStore {
             let done = self.relayed("settle", |c| query.execute(c).boxed());
             done.await?.rows_affected()
         } else {
-            let query = sqlx::query_scalar(self.sql.settle.clone())
+            let sql = match self.kept {
+                None => &self.sql.settle,
+                Some(_) => &self.sql.settle_and_keep,
+            };
+            let query = sqlx::query_scalar(sql.clone())
                 .bind(lanes)
                 .bind(tokens)
                 .bind(confirmed.0)

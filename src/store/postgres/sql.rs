@@ -1,6 +1,7 @@
 //! Every statement, built once from the validated prefix.
 
 mod admin;
+mod history;
 mod page;
 
 use std::sync::Arc;
@@ -11,6 +12,8 @@ use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 use crate::store::Prefix;
 
 pub(super) use self::admin::{AdminSql, HORIZON};
+use self::history::keep;
+pub(super) use self::history::{HistorySql, PARTITIONS};
 use self::page::{BLOCKED, drain, page, plain_page};
 use super::wake_up::{OPEN_MAX, channel};
 
@@ -64,7 +67,9 @@ pub(super) struct Sql {
     pub fetch: SqlStr,
     pub refetch: SqlStr,
     pub confirm: SqlStr,
+    pub confirm_and_keep: SqlStr,
     pub settle: SqlStr,
+    pub settle_and_keep: SqlStr,
     pub free: SqlStr,
     pub pending: SqlStr,
     pub aside: SqlStr,
@@ -77,6 +82,7 @@ pub(super) struct Sql {
     pub count: SqlStr,
     pub remove: SqlStr,
     pub admin: AdminSql,
+    pub history: HistorySql,
 }
 
 impl Sql {
@@ -96,6 +102,48 @@ impl Sql {
                 CROSS JOIN LATERAL (SELECT o.ctid FROM {t}outbox o \
                     WHERE o.lane = d.lane AND o.position = d.position LIMIT 1) x \
                 WHERE d.lane = ANY (ARRAY(SELECT lane FROM held))))"
+        );
+        // A row that is set aside already changes where it stands.
+        let settle = |returning: &str, kept: &str| {
+            safe(format!(
+                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed} RETURNING {returning}), \
+                 moving AS MATERIALIZED ( \
+                    SELECT v.state, v.reason, v.error, v.scope, o.* \
+                    FROM unnest($5::int[], $6::bigint[], $7::text[], $8::text[], $9::text[], $10::text[]) \
+                        AS v(of_lane, at, state, reason, error, scope) \
+                    CROSS JOIN LATERAL (SELECT o.ctid AS row, o.* FROM {t}outbox o \
+                        WHERE o.lane = v.of_lane AND o.position = v.at LIMIT 1) o \
+                    WHERE v.of_lane = ANY (ARRAY(SELECT lane FROM held))), \
+                 gone AS (DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY(SELECT row FROM moving))), \
+                 moved AS ( \
+                    INSERT INTO {t}outbox_aside (state, reason, error, scope, outbox_position, lane, {MESSAGE}, size) \
+                    SELECT state, reason, nullif(error, ''), scope, position, lane, {MESSAGE}, size \
+                    FROM moving ORDER BY lane, position \
+                    RETURNING 1), \
+                 sent AS ( \
+                    DELETE FROM {t}outbox_aside WHERE ctid = ANY (ARRAY( \
+                        SELECT x.ctid FROM unnest($11::int[], $12::bigint[]) AS d(lane, position) \
+                        CROSS JOIN LATERAL (SELECT a.ctid FROM {t}outbox_aside a \
+                            WHERE a.lane = d.lane AND a.outbox_position = d.position LIMIT 1) x \
+                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
+                        AND state = 'waiting' \
+                    RETURNING {returning}), \
+                 changed AS ( \
+                    UPDATE {t}outbox_aside a SET state = v.state, reason = v.reason, error = nullif(v.error, ''), \
+                        attempts = a.attempts + 1 \
+                    FROM unnest($13::int[], $14::bigint[], $15::text[], $16::text[], $17::text[]) \
+                        AS v(lane, position, state, reason, error) \
+                    WHERE a.lane = v.lane AND a.outbox_position = v.position AND a.state = 'waiting' \
+                        AND v.lane = ANY (ARRAY(SELECT lane FROM held)) \
+                    RETURNING 1){kept} \
+                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved) \
+                    + (SELECT count(*) FROM sent) + (SELECT count(*) FROM changed)"
+            ))
+        };
+        let kept = format!(
+            ", kept AS ({}), kept_aside AS ({})",
+            keep(t, "position", "confirmed"),
+            keep(t, "outbox_position", "sent")
         );
         // Positions are drawn in the order of the sub-select.
         let insert = format!(
@@ -211,41 +259,12 @@ impl Sql {
                 "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),
             confirm: safe(format!("WITH held AS MATERIALIZED ({held}) {confirmed}")),
-            // A row that is set aside already changes where it stands.
-            settle: safe(format!(
-                "WITH held AS MATERIALIZED ({held}), confirmed AS ({confirmed} RETURNING 1), \
-                 moving AS MATERIALIZED ( \
-                    SELECT v.state, v.reason, v.error, v.scope, o.* \
-                    FROM unnest($5::int[], $6::bigint[], $7::text[], $8::text[], $9::text[], $10::text[]) \
-                        AS v(of_lane, at, state, reason, error, scope) \
-                    CROSS JOIN LATERAL (SELECT o.ctid AS row, o.* FROM {t}outbox o \
-                        WHERE o.lane = v.of_lane AND o.position = v.at LIMIT 1) o \
-                    WHERE v.of_lane = ANY (ARRAY(SELECT lane FROM held))), \
-                 gone AS (DELETE FROM {t}outbox WHERE ctid = ANY (ARRAY(SELECT row FROM moving))), \
-                 moved AS ( \
-                    INSERT INTO {t}outbox_aside (state, reason, error, scope, outbox_position, lane, {MESSAGE}, size) \
-                    SELECT state, reason, nullif(error, ''), scope, position, lane, {MESSAGE}, size \
-                    FROM moving ORDER BY lane, position \
-                    RETURNING 1), \
-                 sent AS ( \
-                    DELETE FROM {t}outbox_aside WHERE ctid = ANY (ARRAY( \
-                        SELECT x.ctid FROM unnest($11::int[], $12::bigint[]) AS d(lane, position) \
-                        CROSS JOIN LATERAL (SELECT a.ctid FROM {t}outbox_aside a \
-                            WHERE a.lane = d.lane AND a.outbox_position = d.position LIMIT 1) x \
-                        WHERE d.lane = ANY (ARRAY(SELECT lane FROM held)))) \
-                        AND state = 'waiting' \
-                    RETURNING 1), \
-                 changed AS ( \
-                    UPDATE {t}outbox_aside a SET state = v.state, reason = v.reason, error = nullif(v.error, ''), \
-                        attempts = a.attempts + 1 \
-                    FROM unnest($13::int[], $14::bigint[], $15::text[], $16::text[], $17::text[]) \
-                        AS v(lane, position, state, reason, error) \
-                    WHERE a.lane = v.lane AND a.outbox_position = v.position AND a.state = 'waiting' \
-                        AND v.lane = ANY (ARRAY(SELECT lane FROM held)) \
-                    RETURNING 1) \
-                 SELECT (SELECT count(*) FROM confirmed) + (SELECT count(*) FROM moved) \
-                    + (SELECT count(*) FROM sent) + (SELECT count(*) FROM changed)"
+            confirm_and_keep: safe(format!(
+                "WITH held AS MATERIALIZED ({held}), gone AS ({confirmed} RETURNING *) {}",
+                keep(t, "position", "gone")
             )),
+            settle: settle("1", ""),
+            settle_and_keep: settle("*", &kept),
             // A line is what is set aside of one key in one scope. Where its first row is held, what blocked it is gone.
             // Walks from line to line along the index. Rows freed too early would wait all the same.
             free: safe(format!(
@@ -328,6 +347,7 @@ impl Sql {
             )),
             remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = $1")),
             admin: AdminSql::new(t),
+            history: HistorySql::new(t),
         }
     }
 }
@@ -373,6 +393,8 @@ mod tests {
             &sql.release,
             &sql.confirm,
             &sql.settle,
+            &sql.confirm_and_keep,
+            &sql.settle_and_keep,
         ] {
             let text = text
                 .as_str()

@@ -15,7 +15,9 @@ use crate::store::admin_steps::{
     COUNT_ROWS_MAX, Control, Counted, STEP_BYTES_MAX, STEP_ROWS_MAX, Step, depth_of, in_steps, log,
     words,
 };
-use crate::store::{AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, Mode, OutboxAdmin};
+use crate::store::{
+    AsideEntry, AsideFilter, AsideMessage, CONTROLS_MAX, Depth, Mode, OutboxAdmin, PublishedMessage,
+};
 use crate::story::Reason;
 
 impl OutboxAdmin for SqliteStore {
@@ -70,6 +72,14 @@ impl OutboxAdmin for SqliteStore {
             }))
         }
         .boxed()
+    }
+
+    fn find_published<'a>(
+        &'a self,
+        id: &'a MessageId,
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<PublishedMessage>>> {
+        self.published(id, count_max).boxed()
     }
 
     fn requeue<'a>(&'a self, filter: &'a AsideFilter, mode: Mode) -> BoxFuture<'a, Result<u64>> {

@@ -8,6 +8,7 @@
 mod admin;
 mod dead_letters;
 mod error;
+mod history;
 mod inbox;
 mod outbox;
 mod reader;
@@ -38,6 +39,7 @@ pub struct SqliteStore {
     pool: SqlitePool,
     prefix: Prefix,
     sql: Arc<Sql>,
+    kept: Option<Duration>,
 }
 
 impl SqliteStore {
@@ -52,6 +54,7 @@ impl SqliteStore {
             pool,
             sql: Arc::new(Sql::new(&prefix)),
             prefix,
+            kept: None,
         }
     }
 
@@ -82,6 +85,21 @@ impl SqliteStore {
     pub fn with_prefix(mut self, prefix: Prefix) -> Self {
         self.sql = Arc::new(Sql::new(&prefix));
         self.prefix = prefix;
+        self
+    }
+
+    /// Keeps what was published in the history for `duration` (default off: a row is deleted once the broker has confirmed
+    /// it, and nothing more is written). [`OutboxAdmin::find_published`](crate::store::OutboxAdmin::find_published) shows
+    /// it.
+    ///
+    /// The settling transaction copies the row, so that it is in the history if and only if it has left the outbox. Relays
+    /// over the store delete what is older, in bounded steps.
+    ///
+    /// Each relay takes the setting for itself: what one without it settles is not kept, and the shortest duration counts.
+    /// Once it is off everywhere, what was kept stays.
+    #[must_use]
+    pub const fn with_keep_published(mut self, duration: Duration) -> Self {
+        self.kept = Some(duration);
         self
     }
 

@@ -138,7 +138,7 @@ impl OutboxStore for SqliteStore {
                     lanes.to_string(),
                 ));
             }
-            Ok(())
+            self.check_history().await
         }
         .boxed()
     }
@@ -306,6 +306,10 @@ impl OutboxStore for SqliteStore {
             rows.into_iter().map(control).collect()
         }
         .boxed()
+    }
+
+    fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
+        self.forget_published().boxed()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

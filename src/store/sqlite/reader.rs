@@ -227,13 +227,22 @@ impl OutboxReader for Reader {
             let mut transaction = self.store.begin_immediate("settle").await?;
             let failed = self.store.pool_error("settle");
             let moved = json(moved.into_iter());
-            let statements = [
-                (&sql.confirm, json(confirmed.into_iter()), true),
+            let (confirmed, sent) = (json(confirmed.into_iter()), json(sent.into_iter()));
+            // Copied before they are deleted.
+            let mut statements = match self.store.kept {
+                None => vec![],
+                Some(_) => vec![
+                    (&sql.keep, confirmed.clone(), false),
+                    (&sql.keep_aside, sent.clone(), false),
+                ],
+            };
+            statements.extend([
+                (&sql.confirm, confirmed, true),
                 (&sql.set_aside, moved.clone(), false),
                 (&sql.confirm, moved, true),
-                (&sql.confirm_aside, json(sent.into_iter()), true),
+                (&sql.confirm_aside, sent, true),
                 (&sql.change_aside, json(changed.into_iter()), true),
-            ];
+            ]);
             let mut applied = 0;
             for (sql, rows, counts) in statements {
                 if rows == "[]" {

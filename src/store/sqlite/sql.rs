@@ -45,13 +45,18 @@ pub(super) struct Sql {
     pub free: SqlStr,
     pub drain: SqlStr,
     pub confirm: SqlStr,
+    pub keep: SqlStr,
     pub set_aside: SqlStr,
     pub confirm_aside: SqlStr,
+    pub keep_aside: SqlStr,
     pub change_aside: SqlStr,
     pub pending: SqlStr,
     pub aside: SqlStr,
     pub check_outbox: SqlStr,
     pub check_inbox: SqlStr,
+    pub check_history: SqlStr,
+    pub clean_up_history: SqlStr,
+    pub published: SqlStr,
     pub record: SqlStr,
     pub clean_up: SqlStr,
     pub put: SqlStr,
@@ -182,6 +187,36 @@ impl Sql {
                     SELECT o.position FROM (SELECT value FROM json_each(?1)) d \
                     CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
                     CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane)"
+            )),
+            keep: safe(format!(
+                "INSERT INTO {t}outbox_history (published_at, position, lane, {MESSAGE}, size) \
+                 SELECT {NOW}, o.position, o.lane, {MESSAGE}, o.size \
+                 FROM (SELECT value FROM json_each(?1)) d \
+                 CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
+                 CROSS JOIN {t}outbox o ON o.position = d.value ->> 1 AND o.lane = z.lane"
+            )),
+            keep_aside: safe(format!(
+                "INSERT INTO {t}outbox_history (published_at, position, lane, {MESSAGE}, size) \
+                 SELECT {NOW}, a.outbox_position, a.lane, {MESSAGE}, a.size \
+                 FROM (SELECT value FROM json_each(?1)) d \
+                 CROSS JOIN {t}outbox_lane z ON z.lane = d.value ->> 0 AND z.token = d.value ->> 2 \
+                 CROSS JOIN {t}outbox_aside a ON a.lane = z.lane AND a.outbox_position = d.value ->> 1 \
+                 WHERE a.state = 'waiting'"
+            )),
+            check_history: safe(format!(
+                "SELECT count(*) FROM (SELECT xx.published_at, xx.position, xx.lane FROM {t}outbox_history xx LIMIT 1)"
+            )),
+            clean_up_history: safe(format!(
+                "DELETE FROM {t}outbox_history WHERE number IN ( \
+                    SELECT number FROM ( \
+                        SELECT number, sum(size) OVER (ORDER BY published_at, number) - size AS before FROM ( \
+                            SELECT number, published_at, size FROM {t}outbox_history \
+                            WHERE published_at < {NOW} - ?1 ORDER BY published_at, number LIMIT ?2)) \
+                    WHERE before < ?3)"
+            )),
+            published: safe(format!(
+                "SELECT {MESSAGE}, position, published_at FROM {t}outbox_history WHERE message_id = ?1 \
+                 ORDER BY published_at, number LIMIT ?2"
             )),
             set_aside: safe(format!(
                 "INSERT INTO {t}outbox_aside (state, reason, error, scope, outbox_position, lane, {MESSAGE}, size) \
