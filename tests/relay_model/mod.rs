@@ -95,7 +95,7 @@ impl<W: World> Case<W> {
         // Several keys of one lane.
         let in_lanes = |lanes: &[i32], count| {
             let keys = (0..).map(|n: u32| n.to_string());
-            let keys = keys.filter(|key| lanes.contains(&i32::from(lane_of(key.as_bytes()))));
+            let keys = keys.filter(|key| lanes.contains(&lane_of(key.as_bytes())));
             keys.take(count).collect::<Vec<_>>()
         };
         Self {

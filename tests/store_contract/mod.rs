@@ -4,6 +4,7 @@
 
 mod admin;
 mod aside;
+mod delayed;
 mod inbox;
 mod outbox;
 mod parking;
@@ -11,6 +12,7 @@ mod relays;
 
 pub use admin::*;
 pub use aside::*;
+pub use delayed::*;
 pub use inbox::*;
 pub use outbox::*;
 pub use parking::*;
