@@ -34,7 +34,7 @@ impl Backlog {
                 .unwrap();
         if !there {
             run(&mut admin, format!("CREATE DATABASE {template}")).await;
-            self.fill(&template, rows).await;
+            self.fill(&template, rows, PAYLOAD_BYTES).await;
         }
         let name = relaybox_testcontainers::unique_name("bench");
         run(
@@ -56,9 +56,31 @@ impl Backlog {
         url
     }
 
-    async fn fill(&self, template: &str, rows: u32) {
-        let pool = PgPool::connect(&self.url_of(template)).await.unwrap();
+    /// A database of its own with `rows` pending messages.
+    pub async fn filled(&self, rows: u32, payload_bytes: usize) -> String {
+        let name = self.created().await;
+        self.fill(&name, rows, payload_bytes).await;
+        let mut admin = PgConnection::connect(&self.url).await.unwrap();
+        run(&mut admin, "CHECKPOINT".into()).await;
+        self.url_of(&name)
+    }
+
+    /// A database with empty tables.
+    pub async fn migrated(&self) -> String {
+        let url = self.url_of(&self.created().await);
+        PostgresStore::connect(&url)
+            .await
+            .unwrap()
+            .migrate()
+            .await
+            .unwrap();
+        url
+    }
+
+    async fn fill(&self, database: &str, rows: u32, payload_bytes: usize) {
+        let pool = PgPool::connect(&self.url_of(database)).await.unwrap();
         PostgresStore::new(pool.clone()).migrate().await.unwrap();
+        let size = payload_bytes + 60;
         let mut connection = pool.acquire().await.unwrap();
         // Lane and size as `Outbox::enqueue` writes them.
         run(
@@ -66,8 +88,8 @@ impl Backlog {
             format!(
                 "INSERT INTO relaybox_outbox (lane, message_id, destination, key, event_type, payload, size, version, occurred_at)
                  SELECT ('x' || substr(md5(k), 1, 4))::bit(16)::int % 16, gen_random_uuid()::text, '{TOPIC}', k::bytea,
-                    'Event', decode(repeat('ab', {PAYLOAD_BYTES}), 'hex'), 360, n, clock_timestamp()
-                 FROM (SELECT n, 'key-' || (n * 7919 % {KEYS}) AS k FROM generate_series(1, {rows}) n ORDER BY n) x"
+                    'Event', decode(repeat('ab', {payload_bytes}), 'hex'), {size}, n, clock_timestamp()
+                 FROM (SELECT n, 'key-' || (n::bigint * 7919 % {KEYS}) AS k FROM generate_series(1, {rows}) n ORDER BY n) x"
             ),
         )
         .await;
@@ -76,12 +98,17 @@ impl Backlog {
         pool.close().await;
     }
 
-    /// A database without a backlog.
+    /// A database without tables.
     pub async fn empty(&self) -> PgPool {
+        let name = self.created().await;
+        PgPool::connect(&self.url_of(&name)).await.unwrap()
+    }
+
+    async fn created(&self) -> String {
         let mut admin = PgConnection::connect(&self.url).await.unwrap();
         let name = relaybox_testcontainers::unique_name("bench");
         run(&mut admin, format!("CREATE DATABASE {name}")).await;
-        PgPool::connect(&self.url_of(&name)).await.unwrap()
+        name
     }
 
     fn url_of(&self, database: &str) -> String {

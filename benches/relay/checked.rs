@@ -51,7 +51,11 @@ impl Checked {
         }
     }
 
+    pub fn count(&self) -> u32 {
+        self.seen.lock().unwrap().count
+    }
+
     pub fn is_complete(&self) -> bool {
-        self.seen.lock().unwrap().count == self.total
+        self.count() == self.total
     }
 }

@@ -101,7 +101,7 @@ async fn client_once(kafka: &Kafka, rows: u32) -> Duration {
     started.elapsed()
 }
 
-fn producer(kafka: &Kafka) -> FutureProducer {
+pub fn producer(kafka: &Kafka) -> FutureProducer {
     ClientConfig::new()
         .set("bootstrap.servers", kafka.brokers())
         .set("enable.idempotence", "true")

@@ -140,6 +140,17 @@ pub fn median(times: &[Duration]) -> Duration {
     times[times.len() / 2]
 }
 
+/// The value that `part` of all are not above.
+pub fn quantile(times: &[Duration], part: f64) -> Duration {
+    let mut times = times.to_vec();
+    times.sort();
+    let last = times.len().saturating_sub(1);
+    times
+        .get((last as f64 * part).round() as usize)
+        .copied()
+        .unwrap_or_default()
+}
+
 fn median_of(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);

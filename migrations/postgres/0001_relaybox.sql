@@ -56,8 +56,8 @@ CREATE TABLE relaybox_outbox_aside (
 
 -- Without names, because an index lives in the schema of its table and may not name it. A key may be longer than an
 -- index allows, so its hash stands in.
--- Finds the row of a verdict.
-CREATE INDEX ON relaybox_outbox_aside (lane, outbox_position);
+-- Finds the row of a verdict. A hash, so that a planner with stale statistics can read nothing else along it.
+CREATE INDEX ON relaybox_outbox_aside USING hash (outbox_position);
 -- Finds what may go, destination by destination.
 CREATE INDEX ON relaybox_outbox_aside (lane, destination, outbox_position) WHERE state = 'waiting';
 -- Finds what is ahead in a scope and key.

@@ -27,6 +27,8 @@ struct Lanes {
     /// Lanes in a worker's hand. Kept apart from the leases, because a lease that was lost and gained again must not
     /// bring the lane to a second worker while the first still publishes what it read before.
     busy: BTreeMap<Lane, Hand>,
+    /// Whom each lane was last dealt to.
+    dealt: BTreeMap<Lane, usize>,
 }
 
 /// Whose hand a lane is in, and by how many claims.
@@ -60,8 +62,9 @@ impl Held {
     /// Hands `worker` out of `workers` its part of the lanes that are certain to last `needed` longer.
     ///
     /// The lanes are dealt out in turn, so that each worker has its part of however few there are. A gain or a loss
-    /// deals them out anew; one that another worker still has in hand is then left out until it lets go. So no lane is
-    /// ever with two.
+    /// deals them out anew; one that another worker still has in hand is then left out until it lets go, and one that
+    /// comes from another worker is left out once. So no lane is ever with two, and the request after this claim is without
+    /// a lane of which the worker's reader may remember what is true no more.
     pub(super) fn claim(
         self: &Arc<Self>,
         worker: usize,
@@ -70,14 +73,17 @@ impl Held {
     ) -> Claim {
         let now = Instant::now();
         let mut lanes = self.lanes();
-        let Lanes { held, busy } = &mut *lanes;
+        let Lanes { held, busy, dealt } = &mut *lanes;
         let leases: Vec<Lease> = held
             .values()
             .filter(|holding| !holding.leaving)
             .enumerate()
             .filter(|(place, holding)| place % workers == worker && holding.until > now + needed)
             .map(|(_, holding)| holding.lease)
-            .filter(|lease| take(busy, lease.lane, worker))
+            .filter(|lease| {
+                let before = dealt.insert(lease.lane, worker);
+                before.is_none_or(|before| before == worker) && take(busy, lease.lane, worker)
+            })
             .collect();
         drop(lanes);
         Claim {
@@ -129,7 +135,7 @@ impl Held {
     /// Stops handing out `give` of the lanes.
     pub(super) fn give_up(&self, give: usize) {
         let mut lanes = self.lanes();
-        let Lanes { held, busy } = &mut *lanes;
+        let Lanes { held, busy, .. } = &mut *lanes;
         let working: Vec<_> = held
             .iter()
             .filter(|(_, holding)| !holding.leaving)
@@ -287,6 +293,19 @@ mod tests {
         assert_eq!(lanes(&held.claim(0, 2, NEEDED)), [0, 2]);
         drop(first);
         assert_eq!(lanes(&held.claim(1, 2, NEEDED)), [1, 3]);
+    }
+
+    #[test]
+    fn a_lane_that_comes_from_another_worker_is_left_out_once() {
+        let held = holding([1, 2]);
+        assert_eq!(lanes(&held.claim(1, 2, NEEDED)), [2]);
+        held.remove(&leases([1], 1));
+        assert!(held.claim(1, 2, NEEDED).leases().is_empty());
+        assert!(held.claim(0, 2, NEEDED).leases().is_empty(), "left out");
+        assert_eq!(lanes(&held.claim(0, 2, NEEDED)), [2]);
+        held.add(&leases([1], 1), Instant::now() + 10 * NEEDED);
+        assert!(held.claim(1, 2, NEEDED).leases().is_empty(), "again");
+        assert_eq!(lanes(&held.claim(1, 2, NEEDED)), [2]);
     }
 
     #[test]

@@ -16,13 +16,13 @@ use super::config::{DeadHead, RelayConfig, Unroutable};
 use super::destinations::{Destinations, Trouble, reason};
 use super::plan::Group;
 use super::publish::Outcomes;
-use super::status::StatusBoard;
+use super::status::Reporter;
 
 /// Judges the groups of one page.
 pub(super) struct Judge<'a> {
     pub(super) config: &'a RelayConfig,
     pub(super) destinations: &'a mut Destinations,
-    pub(super) status: &'a StatusBoard,
+    pub(super) status: &'a Reporter,
     /// Scopes and keys of which later messages are set aside already.
     pub(super) parted: HashSet<(String, Bytes)>,
     pub(super) verdicts: Vec<(Place, Verdict)>,

@@ -11,7 +11,7 @@ use crate::store::{DestinationControl, OutboxStore, Standing};
 
 use super::held::Held;
 use super::share::decide;
-use super::status::StatusBoard;
+use super::status::Reporter;
 
 /// Renews and takes leases until told to stop, and gives up what is above this relay's share.
 pub(super) struct Keeper {
@@ -23,7 +23,7 @@ pub(super) struct Keeper {
     pub(super) held: Arc<Held>,
     /// What operators say about destinations, for the workers.
     pub(super) controls: watch::Sender<Arc<[DestinationControl]>>,
-    pub(super) status: Arc<StatusBoard>,
+    pub(super) status: Reporter,
 }
 
 impl Keeper {

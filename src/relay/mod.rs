@@ -40,7 +40,7 @@ use destinations::Destinations;
 use held::Held;
 use late::Late;
 use leases::Keeper;
-use status::StatusBoard;
+use status::{Reporter, StatusBoard};
 use worker::Worker;
 
 /// How long giving back the leases may take at a stop; unreturned ones simply run out.
@@ -144,7 +144,7 @@ impl Relay {
             duration: self.config.lease,
             held: held.clone(),
             controls,
-            status: self.status.clone(),
+            status: Reporter::new(&self.status, Reporter::KEEPER),
         };
         tasks.spawn(keeper.run(stop.clone()));
         tasks.spawn(delayed::release(self.store.clone(), stop.clone()));
@@ -162,7 +162,7 @@ impl Relay {
                 reader: self.store.reader(),
                 held: held.clone(),
                 woken: woken.clone(),
-                status: self.status.clone(),
+                status: Reporter::new(&self.status, index),
                 controls: controlled.clone(),
                 destinations: Destinations::new(self.config.backoff),
                 late: Late::default(),

@@ -25,14 +25,16 @@ pub(super) fn groups(
 ) -> Vec<Group> {
     let mut index: HashMap<String, usize> = HashMap::new();
     let mut groups: Vec<Group> = Vec::new();
+    // Room for all of them, since most pages go to one scope.
+    let mut room = rows.len();
     for row in rows {
         let scope = scope(&row.message.destination);
         let at = index.get(scope).copied().unwrap_or_else(|| {
             index.insert(scope.to_owned(), groups.len());
             groups.push(Group {
                 scope: scope.to_owned(),
-                places: Vec::new(),
-                messages: Vec::new(),
+                places: Vec::with_capacity(room),
+                messages: Vec::with_capacity(std::mem::take(&mut room)),
             });
             groups.len() - 1
         });

@@ -13,8 +13,8 @@ use crate::broker::Publisher;
 use crate::error::Result;
 use crate::lane::{LANES, Lane};
 use crate::store::{
-    DestinationControl, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place, Settled,
-    SettlementBatch, Verdict,
+    AsideState, DestinationControl, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place,
+    Settled, SettlementBatch, Verdict,
 };
 
 use super::config::{LEASE_MARGIN, RelayConfig};
@@ -25,7 +25,7 @@ use super::late::{Landed, Late};
 use super::pace::IdlePoll;
 use super::plan::{Group, groups};
 use super::publish::{Outcomes, publish};
-use super::status::StatusBoard;
+use super::status::Reporter;
 use super::triage::{Triage, triage};
 
 /// Tries of the settling statement before the batch is given up and read again (duplicates, never loss).
@@ -38,7 +38,7 @@ pub(super) struct Worker {
     pub(super) reader: Box<dyn OutboxReader>,
     pub(super) held: Arc<Held>,
     pub(super) woken: watch::Receiver<()>,
-    pub(super) status: Arc<StatusBoard>,
+    pub(super) status: Reporter,
     /// What operators said about destinations, as the keeper last read it.
     pub(super) controls: watch::Receiver<Arc<[DestinationControl]>>,
     pub(super) destinations: Destinations,
@@ -50,7 +50,7 @@ pub(super) struct Worker {
 enum Cycle {
     /// Something moved: go on at once.
     Moved,
-    /// Nothing was there, or nothing is ours.
+    /// Nothing was there, nothing is ours, or nothing may go.
     Idle,
     /// The broker or the database is in trouble: back off.
     Trouble,
@@ -122,6 +122,15 @@ impl Worker {
             .held
             .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
+            self.status.at_rest();
+            // Its lanes may be with another worker and come back: the reader is told, and remembers nothing of them.
+            let none = FetchRequest {
+                leases: Vec::new(),
+                rows_max: 0,
+                bytes_max: 0,
+                closed: Vec::new(),
+            };
+            self.reader.fetch(&none).await?;
             return Ok(Cycle::Idle);
         }
         let controls = self.controls.borrow().clone();
@@ -138,6 +147,7 @@ impl Worker {
             unreadable,
             full,
         } = self.reader.fetch(&request).await?;
+        self.status.database(None);
         if rows.is_empty() && unreadable.is_empty() {
             return Ok(Cycle::Idle);
         }
@@ -257,8 +267,8 @@ impl Worker {
             // Only a message that got through shows that the trouble is over.
             self.status.broker(None);
         }
-        let moved = !verdicts.is_empty();
-        if moved {
+        let moved = verdicts.iter().any(|(_, verdict)| !is_put_off(verdict));
+        if !verdicts.is_empty() {
             let settled = self.settle(&SettlementBatch { leases, verdicts }).await?;
             if settled.fenced > 0 {
                 warn!(
@@ -294,6 +304,12 @@ impl Worker {
             }
         }
     }
+}
+
+/// A page of these alone had nothing for anybody else. Taking it easy then keeps a broker that stalls for seconds from
+/// turning a whole backlog over.
+fn is_put_off(verdict: &Verdict) -> bool {
+    matches!(verdict, Verdict::SetAside(aside) if matches!(aside.state, AsideState::Waiting | AsideState::Held))
 }
 
 /// A slow read may have eaten a lease: publish only what is certain to be ours until it is settled.

@@ -7,10 +7,14 @@
     reason = "tests fail by panicking"
 )]
 
+#[path = "../relay_model/mod.rs"]
+mod relay_model;
+
 mod consuming;
 mod dead_heads;
 mod destinations;
 mod failing;
+mod model;
 mod relaying;
 mod sharing;
 mod strangers;

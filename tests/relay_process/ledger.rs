@@ -11,7 +11,7 @@ use relaybox::{Error, ErrorKind, Result};
 use sqlx::postgres::PgPool;
 use time::OffsetDateTime;
 
-pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(1);
+const PUBLISH_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Publishes by inserting into the table.
 pub struct Ledger {

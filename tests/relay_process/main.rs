@@ -18,10 +18,10 @@ use relaybox::store::postgres::PostgresStore;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crash::{CrashingPublisher, CrashingStore, Plan};
-use ledger::{Ledger, PUBLISH_DEADLINE};
+use ledger::Ledger;
 
-/// As short as the publish deadline allows: how long a killed relay's lanes wait.
-const LEASE: Duration = Duration::from_secs(4);
+/// Enough for a Kafka on a busy machine: what is not confirmed in time is sent twice.
+const KAFKA_DEADLINE: Duration = Duration::from_secs(4);
 /// Rows in a batch: what a relay that dies may leave to be sent twice.
 const BATCH: usize = 20;
 
@@ -37,15 +37,17 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let store = PostgresStore::connect(&std::env::var("RELAYBOX_POSTGRES_URL")?).await?;
     let publisher: Arc<dyn Publisher> = match std::env::var("RELAYBOX_KAFKA_BROKERS") {
         Ok(brokers) => {
-            let config = KafkaConfig::new(brokers).with_publish_deadline(PUBLISH_DEADLINE);
+            let config = KafkaConfig::new(brokers).with_publish_deadline(KAFKA_DEADLINE);
             Arc::new(Kafka::connect(config).await?)
         }
         Err(_) => Arc::new(Ledger::new(store.pool().clone())),
     };
+    // As short as allowed: how long a killed relay's lanes wait.
+    let lease = 2 * (publisher.capabilities().publish_deadline + Duration::from_secs(1));
     let config = RelayConfig::default()
         .with_name(format!("process-{}", std::process::id()))
         .with_batch_rows_max(BATCH)
-        .with_lease(LEASE);
+        .with_lease(lease);
     let relay = Relay::new(
         CrashingStore::new(store, plan.clone()),
         CrashingPublisher::new(publisher, plan),

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use relaybox::broker::Publisher;
@@ -10,15 +11,16 @@ use relaybox::lane::lane_of;
 use relaybox::relay::Relay;
 use relaybox::testing::eventually;
 use relaybox_testcontainers::shared_kafka;
-use sqlx::Executor;
+use sqlx::postgres::PgTransaction;
+use sqlx::{AssertSqlSafe, Executor};
 use time::OffsetDateTime;
 
 use crate::kafka;
-use crate::ledger::{Ledger, PUBLISH_DEADLINE};
+use crate::ledger::Ledger;
 use crate::postgres::Postgres;
 use crate::relay_process::{
-    DEADLINE, RelayProcess, Running, Sent, brisk, database_with_ledger, drained, entries, judge,
-    numbered, pending_ids,
+    DEADLINE, LEASE, RelayProcess, Running, SETTLING, Sent, brisk, database_with_ledger, drained,
+    entries, judge, numbered, pending_ids,
 };
 use crate::store_contract::{Harness, enqueue};
 
@@ -38,8 +40,21 @@ enum Death {
     At(&'static str),
     /// By itself at such a point after it was told to stop.
     Stopping(&'static str),
-    /// Killed while its settlement waits for a lock; the server then carries the settlement out, or not.
-    Settling { carried_out: bool },
+    /// Killed while its settlement waits for rows of messages that somebody locked before this.
+    Settling(Then),
+    /// Killed while its settlement waits for rows of lanes that somebody locked before this.
+    AboutToSettle(Then),
+}
+
+/// What becomes of a settlement whose process is gone.
+#[derive(Debug, Clone, Copy)]
+enum Then {
+    /// It gets its lock.
+    CarriedOut,
+    /// Its session ends with it.
+    Undone,
+    /// The lanes changed hands while it waited.
+    Fenced,
 }
 
 /// What may be there twice in the end.
@@ -50,15 +65,17 @@ enum Copies {
     OfTheBatch,
 }
 
-const DEATHS: [(Death, Copies); 11] = [
+const DEATHS: [(Death, Copies); 13] = [
     (Death::At("leased"), Copies::None),
     (Death::At("claimed"), Copies::None),
     (Death::At("fetched"), Copies::None),
     (Death::At("half-published"), Copies::OfTheBatch),
     (Death::At("published"), Copies::OfTheBatch),
     (Death::At("confirmed"), Copies::OfTheBatch),
-    (Death::Settling { carried_out: true }, Copies::None),
-    (Death::Settling { carried_out: false }, Copies::OfTheBatch),
+    (Death::AboutToSettle(Then::CarriedOut), Copies::None),
+    (Death::AboutToSettle(Then::Fenced), Copies::OfTheBatch),
+    (Death::Settling(Then::CarriedOut), Copies::None),
+    (Death::Settling(Then::Undone), Copies::OfTheBatch),
     (Death::At("settled"), Copies::None),
     (Death::Stopping("releasing"), Copies::None),
     (Death::Stopping("released"), Copies::None),
@@ -75,37 +92,53 @@ impl Death {
     fn point(self) -> Option<&'static str> {
         match self {
             Self::At(point) | Self::Stopping(point) => Some(point),
-            Self::Settling { .. } => None,
+            Self::Settling(_) | Self::AboutToSettle(_) => None,
         }
     }
 
     /// Enqueues what is to be sent before, and lets a process die over it.
     async fn happen(self, h: &Postgres, destination: &str, brokers: Option<&str>) -> Remains {
-        enqueue::<Postgres>(&h.store, &numbered(destination, KEYS, 0..BEFORE)).await;
-        // Rows are read without locks, so only a settlement waits for this one.
-        let mut locker = h.pool().begin().await.unwrap();
-        if matches!(self, Self::Settling { .. }) {
-            let lock = "SELECT FROM relaybox_outbox FOR UPDATE";
-            locker.execute(lock).await.unwrap();
-        }
-        let mut process = RelayProcess::start(&h.url, |command| {
-            command.args(self.point());
-            command.envs(brokers.map(|brokers| ("RELAYBOX_KAFKA_BROKERS", brokers)));
-        });
-        if let Self::Stopping(_) = self {
-            drained(&h.store).await;
-            process.terminate();
-        }
-        if let Self::Settling { carried_out } = self {
-            h.blocked().await;
-            process.kill();
-            if !carried_out {
-                let end = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity \
-                    WHERE datname = current_database() AND wait_event_type = 'Lock'";
-                locker.execute(end).await.unwrap();
+        let messages = numbered(destination, KEYS, 0..BEFORE);
+        let start = || {
+            RelayProcess::start(&h.url, |command| {
+                command.args(self.point());
+                command.envs(brokers.map(|brokers| ("RELAYBOX_KAFKA_BROKERS", brokers)));
+            })
+        };
+        let mut process = match self {
+            Self::At(_) => {
+                enqueue::<Postgres>(&h.store, &messages).await;
+                start()
             }
-        }
-        locker.rollback().await.unwrap();
+            Self::Stopping(_) => {
+                enqueue::<Postgres>(&h.store, &messages).await;
+                let process = start();
+                drained(&h.store).await;
+                process.terminate();
+                process
+            }
+            // Rows are read without locks, so that only the settlement waits.
+            Self::Settling(then) => {
+                enqueue::<Postgres>(&h.store, &messages).await;
+                let mut locker = h.pool().begin().await.unwrap();
+                let lock = "SELECT FROM relaybox_outbox FOR UPDATE";
+                locker.execute(lock).await.unwrap();
+                kill_waiting(h, start(), locker, then).await
+            }
+            Self::AboutToSettle(then) => {
+                let process = start();
+                let owned = "SELECT count(*) FROM relaybox_outbox_lane WHERE owner IS NOT NULL";
+                eventually(DEADLINE, "it has all lanes", || async {
+                    h.number(owned).await == 16
+                })
+                .await;
+                let mut locker = h.pool().begin().await.unwrap();
+                let lock = "SELECT FROM relaybox_outbox_lane FOR UPDATE";
+                locker.execute(lock).await.unwrap();
+                enqueue::<Postgres>(&h.store, &messages).await;
+                kill_waiting(h, process, locker, then).await
+            }
+        };
         let signal = process.ended().await.signal();
         let expected = self.point().map_or(SIGKILL, |_| SIGABRT);
         assert_eq!(signal, Some(expected), "{self:?}");
@@ -141,10 +174,39 @@ impl Death {
     }
 }
 
+/// Kills a process whose settlement waits for the lock of `locker`, and lets go of it.
+async fn kill_waiting(
+    h: &Postgres,
+    mut process: RelayProcess,
+    mut locker: PgTransaction<'_>,
+    then: Then,
+) -> RelayProcess {
+    let waiting = format!(
+        "FROM pg_stat_activity WHERE datname = current_database() \
+         AND wait_event_type = 'Lock' AND query LIKE '{SETTLING}'"
+    );
+    let count = format!("SELECT count(*) {waiting}");
+    eventually(DEADLINE, "its settlement waits", || async {
+        h.number(&count).await == 1
+    })
+    .await;
+    process.kill();
+    let act = match then {
+        Then::CarriedOut => None,
+        Then::Undone => Some(format!("SELECT pg_terminate_backend(pid, 10000) {waiting}")),
+        Then::Fenced => Some("UPDATE relaybox_outbox_lane SET token = token + 1".to_owned()),
+    };
+    if let Some(act) = act {
+        locker.execute(AssertSqlSafe(act)).await.unwrap();
+    }
+    locker.commit().await.unwrap();
+    process
+}
+
 /// More of each key, and a relay in this process that takes over.
-async fn take_over(h: &Postgres, destination: &str, publisher: impl Publisher) {
+async fn take_over(h: &Postgres, destination: &str, publisher: impl Publisher, lease: Duration) {
     enqueue::<Postgres>(&h.store, &numbered(destination, KEYS, BEFORE..ALL)).await;
-    let relay = Relay::new(h.store(), publisher).with_config(brisk());
+    let relay = Relay::new(h.store(), publisher).with_config(brisk().with_lease(lease));
     let relay = Running::start(relay);
     drained(&h.store).await;
     relay.stop().await;
@@ -156,7 +218,7 @@ async fn over_a_table(death: Death, copies: Copies) {
     let before = entries(h.pool()).await;
     let before: Vec<_> = before.into_iter().map(|entry| entry.sent).collect();
     let copies = death.copies(&remains, &before, copies);
-    take_over(&h, "orders", Ledger::new(h.pool().clone())).await;
+    take_over(&h, "orders", Ledger::new(h.pool().clone()), LEASE).await;
 
     let all = entries(h.pool()).await;
     for entry in &all[before.len()..] {
@@ -199,10 +261,11 @@ async fn over_kafka(point: &'static str) {
     };
     let remains = death.happen(&h, &topic, Some(&brokers)).await;
     let copies = death.copies(&remains, &log().await, Copies::OfTheBatch);
-    let config = KafkaConfig::new(&brokers).with_publish_deadline(PUBLISH_DEADLINE);
+    // What is not confirmed in time is sent twice, and the machine may be busy.
+    let config = KafkaConfig::new(&brokers).with_publish_deadline(Duration::from_secs(4));
     let publisher = Kafka::connect(config).await.unwrap();
-    take_over(&h, &topic, publisher).await;
-    assert_eq!(judge(point, &log().await, KEYS, ALL), copies);
+    take_over(&h, &topic, publisher, Duration::from_secs(10)).await;
+    assert_eq!(judge(point, &log().await, KEYS, ALL), copies, "{point}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -11,6 +11,8 @@
 mod broker_contract;
 #[path = "../relay_process/ledger.rs"]
 mod ledger;
+#[path = "../relay_model/mod.rs"]
+mod relay_model;
 #[path = "../store_contract/mod.rs"]
 mod store_contract;
 

@@ -21,11 +21,17 @@ use crate::store_contract::Harness;
 /// Longest wait for anything that must happen; only a failing test waits that long.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Of every relay here: as short as the ledger's publish deadline allows.
-pub const LEASE: Duration = Duration::from_secs(4);
+pub const LEASE: Duration = Duration::from_secs(6);
 
 /// `sent_at` is the database's time, `wall` that of the process which sent.
 pub const CREATE_LEDGER: &str = "CREATE TABLE sent (n bigserial PRIMARY KEY, message_id text NOT NULL, key text NOT NULL, \
      payload text NOT NULL, wall timestamptz NOT NULL, sent_at timestamptz NOT NULL DEFAULT clock_timestamp())";
+
+/// What a session of a relay is doing, as patterns for its statement.
+pub const FETCHING: &str = "%pg_current_snapshot()%";
+pub const SETTLING: &str = "WITH held %";
+pub const RENEWING: &str = "UPDATE relaybox_outbox_lane z SET expires_at%";
+pub const REGISTERING: &str = "%FROM relaybox_relay%";
 
 /// The program `tests/relay_process`; killed when a test ends early.
 pub struct RelayProcess(Child);

@@ -8,7 +8,7 @@ use relaybox::broker::RejectionScope;
 use relaybox::broker::memory::MemoryBroker;
 use relaybox::relay::Relay;
 use relaybox::store::postgres::PostgresStore;
-use relaybox::store::{AsideFilter, Mode, OutboxAdmin, OutboxStore};
+use relaybox::store::{AsideFilter, Mode, OutboxAdmin};
 use relaybox::testing::{Fault, FaultyPublisher, eventually};
 use sqlx::postgres::{PgConnectOptions, PgPool};
 use sqlx::{AssertSqlSafe, Executor};
@@ -16,7 +16,8 @@ use sqlx::{AssertSqlSafe, Executor};
 use crate::ledger::Ledger;
 use crate::postgres::Postgres;
 use crate::relay_process::{
-    DEADLINE, Running, Sent, brisk, database_with_ledger, drained, entries, judge, numbered,
+    DEADLINE, FETCHING, REGISTERING, RENEWING, Running, SETTLING, Sent, brisk,
+    database_with_ledger, drained, entries, judge, numbered,
 };
 use crate::store_contract::{Harness, enqueue, keyed};
 
@@ -100,14 +101,14 @@ async fn connections_killed_under_every_statement_stop_nothing_and_repeat_nothin
     drained(&h.store).await;
     // What keeps a statement waiting, and which one that is.
     for (lock, statement) in [
-        (LANES, "WITH held %"),
-        (LANES, "UPDATE relaybox_outbox_lane z SET expires_at%"),
-        ("LOCK TABLE relaybox_outbox", "%pg_current_snapshot()%"),
-        ("LOCK TABLE relaybox_relay", "%FROM relaybox_relay%"),
+        (LANES, SETTLING),
+        (LANES, RENEWING),
+        ("LOCK TABLE relaybox_outbox", FETCHING),
+        ("LOCK TABLE relaybox_relay", REGISTERING),
     ] {
         let mut locker = h.pool().begin().await.unwrap();
         locker.execute(lock).await.unwrap();
-        if statement.contains("held") {
+        if statement == SETTLING {
             enqueue::<Postgres>(&h.store, &next()).await;
         }
         for _ in 0..3 {
@@ -121,22 +122,52 @@ async fn connections_killed_under_every_statement_stop_nothing_and_repeat_nothin
     judge_and_stop(&h, relay, count).await;
 }
 
-/// Somebody locks a row of the outbox and then the lanes, the other way round than a settlement.
+/// Somebody takes a lock, a statement of the relay waits for it with another one in hand, and that one is wanted too.
 #[tokio::test]
-async fn a_deadlock_with_a_settlement_stops_nothing_and_repeats_nothing() {
+async fn deadlocks_with_statements_of_a_relay_stop_nothing_and_repeat_nothing() {
     let h = database_with_ledger().await;
     enqueue::<Postgres>(&h.store, &numbered("orders", KEYS, 0..2)).await;
-    let mut other = h.pool().begin().await.unwrap();
-    // The settlement looks first, and so it is the one to give way.
-    let lock = "SET LOCAL deadlock_timeout = '1min'; SELECT FROM relaybox_outbox FOR UPDATE";
-    other.execute(lock).await.unwrap();
-    let relay = start_relay(&h).await;
-    waiting(&h, "WITH held %").await;
-    let lock = "SELECT FROM relaybox_outbox_lane FOR UPDATE";
-    other.execute(lock).await.unwrap();
-    assert_eq!(h.store.pending(100).await.unwrap(), u64::from(2 * KEYS));
-    other.rollback().await.unwrap();
-    judge_and_stop(&h, relay, 2).await;
+    let mut relay = None;
+    let mut count = 2;
+    for (first, statement, second) in [
+        (
+            "SELECT FROM relaybox_outbox FOR UPDATE",
+            SETTLING,
+            "SELECT FROM relaybox_outbox_lane FOR UPDATE",
+        ),
+        (
+            "LOCK TABLE relaybox_outbox",
+            FETCHING,
+            "LOCK TABLE relaybox_outbox_lane",
+        ),
+        (
+            "SELECT FROM relaybox_outbox_lane WHERE lane = 9 FOR UPDATE",
+            RENEWING,
+            "SELECT FROM relaybox_outbox_lane WHERE lane = 0 FOR UPDATE",
+        ),
+    ] {
+        let deadlocks = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()";
+        let before = h.number(deadlocks).await;
+        let mut other = h.pool().begin().await.unwrap();
+        // The relay looks first, and so it is the one to give way.
+        let timeout = "SET LOCAL deadlock_timeout = '1min'";
+        other.execute(timeout).await.unwrap();
+        other.execute(first).await.unwrap();
+        if relay.is_none() {
+            relay = Some(start_relay(&h).await);
+        }
+        waiting(&h, statement).await;
+        other.execute(second).await.unwrap();
+        other.rollback().await.unwrap();
+        eventually(DEADLINE, "a deadlock is counted", || async {
+            h.number(deadlocks).await > before
+        })
+        .await;
+        enqueue::<Postgres>(&h.store, &numbered("orders", KEYS, count..count + 1)).await;
+        count += 1;
+        drained(&h.store).await;
+    }
+    judge_and_stop(&h, relay.unwrap(), count).await;
 }
 
 /// What an administrator may have set for a database, and an old client or a report may need.
@@ -186,7 +217,7 @@ async fn a_relay_does_not_depend_on_the_settings_of_its_database() {
     let relay = Running::start(Relay::new(store.clone(), publisher).with_config(brisk()));
     drained(&store).await;
     let leased = "SELECT count(*) FROM relaybox_outbox_lane \
-        WHERE expires_at BETWEEN clock_timestamp() AND clock_timestamp() + interval '4 s'";
+        WHERE expires_at BETWEEN clock_timestamp() AND clock_timestamp() + interval '6 s'";
     assert_eq!(h.number(leased).await, 16);
     relay.stop().await;
     let sent: Vec<_> = broker

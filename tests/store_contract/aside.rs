@@ -1,16 +1,10 @@
 //! What is set aside: what may go, in which order, and who lets it go.
 
-use std::time::Duration;
-
+use relaybox::Message;
 use relaybox::lane::lane_of;
-use relaybox::store::{
-    AsideFilter, Enqueue, FetchRequest, InboxStore, Lease, Mode, OutboxReader, OutboxStore, Place,
-};
-use relaybox::{ErrorKind, Message};
+use relaybox::store::{AsideFilter, FetchRequest, Lease, Mode, OutboxReader, OutboxStore, Place};
 
 use super::*;
-
-const HOUR: Duration = Duration::from_secs(3_600);
 
 /// A lane with messages of the key `k`, and a reader of it.
 struct Lane {
@@ -201,6 +195,53 @@ pub async fn a_discarded_head_lets_its_key_go_on<H: Harness>() {
     assert_eq!(lane_read(&store, &lane.leases).await, ["aside 2", "3"]);
 }
 
+/// A lane of which every page sets something aside has no idle moment in which to look.
+pub async fn a_key_that_nothing_blocks_goes_on_however_busy_its_lane_is<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let messages = ["1", "2"].map(|id| (id, "orders", "k"));
+    let mut lane = Lane::of::<H>(&store, &messages).await;
+    lane.set_aside(&[("1", AsideState::Blocking), ("2", AsideState::Held)])
+        .await;
+    let all = AsideFilter::all();
+    store.discard(&all, "a test", Mode::Apply).await.unwrap();
+    lane.reader = store.reader();
+    let mut read = Vec::new();
+    for id in ["a", "b", "c", "d"] {
+        enqueue::<H>(&store, &[message((id, "mail", "k"))]).await;
+        let page = lane.fetch(&["mail"]).await;
+        read = ids(&page).into_iter().map(str::to_owned).collect();
+        let pending = page.rows.iter().find(|row| !row.place.is_aside());
+        let aside = set_aside_as(AsideState::Waiting, "closed", "");
+        let batch = SettlementBatch {
+            leases: lane.leases.clone(),
+            verdicts: vec![(pending.unwrap().place, aside)],
+        };
+        lane.reader.settle(&batch).await.unwrap();
+    }
+    assert_eq!(read, ["2", "d"]);
+}
+
+/// Lanes change hands between the workers of a relay under the same token.
+pub async fn what_another_reader_set_aside_is_known_after_a_request_without_the_lane<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let mut lane = Lane::of::<H>(&store, &[]).await;
+    assert!(lane.read(&[]).await.is_empty());
+    let mut other = Lane {
+        leases: lane.leases.clone(),
+        reader: store.reader(),
+    };
+    enqueue::<H>(&store, &[message(("1", "orders", "k"))]).await;
+    other.set_aside(&[("1", AsideState::Waiting)]).await;
+    let without = lane.reader.fetch(&request(&[])).await.unwrap();
+    assert!(without.rows.is_empty());
+    enqueue::<H>(&store, &[message(("2", "orders", "k"))]).await;
+    assert_eq!(lane.read(&[]).await, ["aside 1", "2"]);
+    let page = lane.fetch(&["orders"]).await;
+    assert_eq!(page.rows[0].ahead.len(), 1);
+}
+
 pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>() {
     let h = H::start().await;
     let store = h.store();
@@ -218,6 +259,19 @@ pub async fn within_a_scope_a_key_waits_for_its_closed_destination<H: Harness>()
     let read = lane.read(&["ev.b"]).await;
     assert_eq!(sorted(read), ["aside 1", "aside 4"]);
     assert_eq!(lane.read(&[]).await.len(), 4);
+}
+
+/// An exchange without a routing key, a stream's bare subject: the scope's own name is one of its destinations.
+pub async fn a_destination_named_as_its_scope_waits_for_the_others_of_it<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let messages = [("1", "ev.a", "k"), ("2", "ev", "k"), ("3", "ev", "j")];
+    let mut lane = Lane::of::<H>(&store, &messages).await;
+    lane.set_aside(&messages.map(|(id, ..)| (id, AsideState::Waiting)))
+        .await;
+    assert_eq!(lane.read(&["ev.a"]).await, ["aside 3"]);
+    let read = lane.read(&["mail"]).await;
+    assert_eq!(sorted(read), ["aside 1", "aside 2", "aside 3"]);
 }
 
 fn sorted(mut names: Vec<String>) -> Vec<String> {
@@ -322,6 +376,32 @@ pub async fn what_waits_leaves_room_for_what_is_pending<H: Harness>() {
     assert_eq!(first, expected);
 }
 
+/// A byte limit ends what is read of a lane; it takes nothing out of its middle.
+pub async fn what_waits_and_does_not_fit_keeps_back_what_is_behind_it<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let large = "x".repeat(10_000);
+    let messages = ["1", &large, "3"].map(|payload| keyed("k", payload));
+    enqueue::<H>(&store, &messages).await;
+    let mut lane = Lane::of::<H>(&store, &[]).await;
+    let waiting = lane.fetch(&[]).await.rows.into_iter().map(|row| {
+        let aside = set_aside_as(AsideState::Waiting, "closed", "");
+        (row.place, aside)
+    });
+    let batch = SettlementBatch {
+        leases: lane.leases.clone(),
+        verdicts: waiting.collect(),
+    };
+    lane.reader.settle(&batch).await.unwrap();
+    lane.leases.retain(|lease| lease.lane == lane_of(b"k"));
+    let request = FetchRequest {
+        bytes_max: 4_000,
+        ..request(&lane.leases)
+    };
+    let page = lane.reader.fetch(&request).await.unwrap();
+    assert_eq!(ids(&page), [messages[0].id.as_str()]);
+}
+
 /// However long the key, and whatever its bytes: an index must not refuse the settlement.
 pub async fn any_key_can_be_set_aside<H: Harness>() {
     let h = H::start().await;
@@ -351,123 +431,4 @@ pub async fn any_key_can_be_set_aside<H: Harness>() {
     assert_eq!(lane.reader.settle(&batch).await.unwrap().applied, 3);
     let page = lane.fetch(&[]).await;
     assert_eq!(ids(&page), [messages[2].id.as_str()]);
-}
-
-// Delayed
-
-pub async fn a_delayed_message_is_released_once_when_it_is_due<H: Harness>() {
-    let h = H::start().await;
-    let store = h.store();
-    let mut transaction = store.begin().await.unwrap();
-    let connection = H::Store::connection(&mut transaction);
-    let due: Vec<_> = (0..20).map(|n| keyed("k", &n.to_string())).collect();
-    store
-        .insert_delayed(connection, &due, Duration::ZERO)
-        .await
-        .unwrap();
-    store
-        .insert_delayed(connection, &[keyed("k", "later")], HOUR)
-        .await
-        .unwrap();
-    store.commit(transaction).await.unwrap();
-    assert_eq!(
-        (
-            store.pending(50).await.unwrap(),
-            store.aside(50).await.unwrap()
-        ),
-        (0, 21)
-    );
-    let (a, b) = tokio::join!(store.release_due(5), store.release_due(5));
-    let (a, b) = (a.unwrap(), b.unwrap());
-    assert!(a.released <= 5 && b.released <= 5);
-    let mut released = a.released + b.released;
-    loop {
-        let more = store.release_due(50).await.unwrap();
-        released += more.released;
-        let next = more.next.unwrap();
-        if more.released == 0 {
-            assert!(next > HOUR - MINUTE && next <= HOUR, "{next:?}");
-            break;
-        }
-    }
-    assert_eq!(released, 20);
-    assert_eq!(
-        (
-            store.pending(50).await.unwrap(),
-            store.aside(50).await.unwrap()
-        ),
-        (20, 1)
-    );
-    let read = pending(&store).await.rows;
-    let sent: Vec<_> = read.iter().map(|row| row.message.id.clone()).collect();
-    let expected: Vec<_> = due.iter().map(|message| message.id.clone()).collect();
-    if a.released + b.released == 5 {
-        assert_eq!(sent, expected);
-    }
-    assert!(read.iter().all(|row| due.contains(&row.message)));
-    // Nobody's to discard or requeue by mistake.
-    let all = AsideFilter::all();
-    assert_eq!(store.requeue(&all, Mode::Apply).await.unwrap(), 0);
-    assert_eq!(store.discard(&all, "a test", Mode::Apply).await.unwrap(), 0);
-}
-
-pub async fn a_delayed_message_exists_only_if_its_transaction_commits<H: Harness>() {
-    let h = H::start().await;
-    let store = h.store();
-    let mut transaction = store.begin().await.unwrap();
-    let connection = H::Store::connection(&mut transaction);
-    let message = [keyed("k", "1")];
-    store
-        .insert_delayed(connection, &message, Duration::ZERO)
-        .await
-        .unwrap();
-    store.rollback(transaction).await.unwrap();
-    assert_eq!(store.aside(10).await.unwrap(), 0);
-    assert_eq!(store.release_due(10).await.unwrap().released, 0);
-}
-
-// What operators say
-
-pub async fn operators_pause_resume_and_limit_destinations<H: Harness>() {
-    let h = H::start().await;
-    let store = h.store();
-    assert!(store.controls().await.unwrap().is_empty());
-    store.resume("never paused").await.unwrap();
-    store.pause("orders", "the warehouse moves").await.unwrap();
-    store
-        .limit("mail", Some(20), "the provider's limit")
-        .await
-        .unwrap();
-    store
-        .limit("orders", Some(5), "slowly afterwards")
-        .await
-        .unwrap();
-    let told = async || -> Vec<(String, bool, Option<u32>)> {
-        let controls = store.controls().await.unwrap().into_iter();
-        controls
-            .map(|c| (c.destination, c.paused, c.rate_max))
-            .collect()
-    };
-    let mail = ("mail".to_owned(), false, Some(20));
-    assert_eq!(
-        told().await,
-        [mail.clone(), ("orders".into(), true, Some(5))]
-    );
-    store.resume("orders").await.unwrap();
-    assert_eq!(
-        told().await,
-        [mail.clone(), ("orders".into(), false, Some(5))]
-    );
-    store.limit("orders", None, "over").await.unwrap();
-    assert_eq!(told().await, [mail]);
-    let because = store.controls().await.unwrap().remove(0).because;
-    assert_eq!(because, "the provider's limit");
-    for refused in [
-        store.pause("", "x").await,
-        store.pause("orders", " ").await,
-        store.limit("orders", Some(0), "x").await,
-        store.pause(&"x".repeat(1_025), "x").await,
-    ] {
-        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Invalid);
-    }
 }

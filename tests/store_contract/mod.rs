@@ -4,6 +4,7 @@
 
 mod admin;
 mod aside;
+mod delayed;
 mod history;
 mod inbox;
 mod outbox;
@@ -12,6 +13,7 @@ mod relays;
 
 pub use admin::*;
 pub use aside::*;
+pub use delayed::*;
 pub use history::*;
 pub use inbox::*;
 pub use outbox::*;
@@ -161,10 +163,14 @@ macro_rules! store_contract {
             a_closed_destination_is_passed_over_only_where_it_is_set_aside,
             a_blocked_key_waits_for_an_operator_and_then_goes_in_order,
             a_discarded_head_lets_its_key_go_on,
+            a_key_that_nothing_blocks_goes_on_however_busy_its_lane_is,
+            what_another_reader_set_aside_is_known_after_a_request_without_the_lane,
             within_a_scope_a_key_waits_for_its_closed_destination,
+            a_destination_named_as_its_scope_waits_for_the_others_of_it,
             what_is_set_aside_and_refused_stays_at_its_place,
             rows_set_aside_are_fenced_like_others,
             what_waits_leaves_room_for_what_is_pending,
+            what_waits_and_does_not_fit_keeps_back_what_is_behind_it,
             any_key_can_be_set_aside,
             a_delayed_message_is_released_once_when_it_is_due,
             a_delayed_message_exists_only_if_its_transaction_commits,

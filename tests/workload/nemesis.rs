@@ -1,13 +1,15 @@
 //! The trouble: seeded plans of what is killed, frozen and restarted, and the hands that do it.
 //!
-//! Relays, consumers, the writer and the servers each have a plan of their own, carried out side by side, so that
+//! Relays, consumers, the writer, the servers and the topic each have a plan of their own, carried out side by side, so that
 //! troubles meet. Every action undoes itself: at the end of a plan everything runs.
 
 use std::time::{Duration, Instant};
 
+use relaybox::store::OutboxAdmin;
+use relaybox::store::postgres::PostgresStore;
 use relaybox_testcontainers::{Kafka, Postgres};
 
-use super::bank::mixed;
+use super::bank::{TOPIC, mixed};
 use super::history::Disturbed;
 use super::processes::Fleet;
 use super::world::{Anyhow, LEASE, SESSION};
@@ -19,6 +21,8 @@ pub enum Target {
     Consumers,
     Writer,
     Servers,
+    /// Nothing is broken: an operator has second thoughts about the destination.
+    Destination,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +43,15 @@ pub enum Action {
     },
     Postgres(Blow),
     Kafka(Blow),
+    /// Nothing may go to the topic.
+    Pause {
+        time: Duration,
+    },
+    /// Only so many messages a second.
+    Limit {
+        rate_max: u32,
+        time: Duration,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,6 +83,7 @@ pub fn plan(seed: u64, target: Target, members: usize, time: Duration) -> Vec<St
         Target::Consumers => (2_000, 6_000..14_000),
         Target::Writer => (7_000, 8_000..20_000),
         Target::Servers => (3_000, 4_000..10_000),
+        Target::Destination => (2_000, 6_000..12_000),
     };
     let kafka_first = random.bool();
     let mut after = Duration::from_millis(random.u64(first..first + 3_000));
@@ -78,6 +92,7 @@ pub fn plan(seed: u64, target: Target, members: usize, time: Duration) -> Vec<St
     while at < time {
         let action = match target {
             Target::Servers => blow(&mut random, steps.len().is_multiple_of(2) == kafka_first),
+            Target::Destination => second_thoughts(&mut random),
             _ => misfortune(&mut random, target, members),
         };
         steps.push(Step { after, action });
@@ -103,6 +118,17 @@ fn misfortune(random: &mut fastrand::Rng, target: Target, members: usize) -> Act
         },
         7 | 8 => Action::Freeze { member, time: down },
         _ => Action::KillAll { down },
+    }
+}
+
+fn second_thoughts(random: &mut fastrand::Rng) -> Action {
+    let time = Duration::from_millis(random.u64(500..4_000));
+    match random.u8(0..3) {
+        0 => Action::Limit {
+            rate_max: random.u32(16..64),
+            time,
+        },
+        _ => Action::Pause { time },
     }
 }
 
@@ -184,7 +210,7 @@ pub async fn trouble_processes(
                 diary.note(format!("{}: SIGCONT", fleet.name(member)));
                 disturbed += 1;
             }
-            Action::Postgres(_) | Action::Kafka(_) => return Err("a server is no process".into()),
+            _ => return Err("this cannot be done to a process".into()),
         }
     }
     Ok(disturbed)
@@ -239,11 +265,55 @@ pub async fn trouble_servers(
                 }
                 "Kafka"
             }
-            _ => return Err("a process is no server".into()),
+            _ => return Err("this cannot be done to a server".into()),
         };
         diary.note(format!("{name} is back"));
     }
     Ok(disturbed)
+}
+
+/// Carries out a plan on the topic, through an operator's calls.
+pub async fn trouble_destination(
+    bank: &PostgresStore,
+    plan: Vec<Step>,
+    time: Duration,
+    diary: Diary,
+) -> Anyhow<()> {
+    let start = Instant::now();
+    for step in plan {
+        if !in_time(start, &step, time).await {
+            break;
+        }
+        diary.note(format!("{TOPIC}: {:?}", step.action));
+        match step.action {
+            Action::Pause { time } => {
+                insist(async || bank.pause(TOPIC, "nemesis").await).await?;
+                tokio::time::sleep(time).await;
+                insist(async || bank.resume(TOPIC).await).await?;
+            }
+            Action::Limit { rate_max, time } => {
+                insist(async || bank.limit(TOPIC, Some(rate_max), "nemesis").await).await?;
+                tokio::time::sleep(time).await;
+                insist(async || bank.limit(TOPIC, None, "nemesis").await).await?;
+            }
+            _ => return Err("this cannot be done to a destination".into()),
+        }
+        diary.note(format!("{TOPIC} is free"));
+    }
+    Ok(())
+}
+
+/// The database may be in trouble of its own.
+async fn insist(call: impl AsyncFn() -> relaybox::Result<()>) -> Anyhow<()> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match call().await {
+            Err(error) if error.is_transient() && Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            ended => return Ok(ended?),
+        }
+    }
 }
 
 impl Disturbed {
@@ -271,6 +341,7 @@ mod tests {
             Target::Consumers,
             Target::Writer,
             Target::Servers,
+            Target::Destination,
         ] {
             let planned = plan(7, target, 3, TIME);
             assert_eq!(planned, plan(7, target, 3, TIME));
@@ -283,7 +354,7 @@ mod tests {
 
     #[test]
     fn every_kind_of_trouble_is_planned() {
-        let mut kinds: Vec<_> = [Target::Relays, Target::Servers]
+        let mut kinds: Vec<_> = [Target::Relays, Target::Servers, Target::Destination]
             .into_iter()
             .flat_map(|target| plan(7, target, 3, TIME))
             .map(|step| match step.action {
@@ -294,6 +365,6 @@ mod tests {
             .collect();
         kinds.sort();
         kinds.dedup();
-        assert_eq!(kinds.len(), 3 + 2 * 3, "{kinds:?}");
+        assert_eq!(kinds.len(), 3 + 2 * 3 + 2, "{kinds:?}");
     }
 }

@@ -8,7 +8,9 @@ use relaybox_testcontainers::{Kafka, KafkaOptions, Postgres, PostgresOptions};
 use super::arguments::Arguments;
 use super::checker::check;
 use super::history::{Disturbed, Facts, Left};
-use super::nemesis::{Diary, Step, Target, plan, trouble_processes, trouble_servers};
+use super::nemesis::{
+    Diary, Step, Target, plan, trouble_destination, trouble_processes, trouble_servers,
+};
 use super::processes::{self, Fleet, Setting};
 use super::verdict::Verdict;
 use super::world::{Anyhow, World};
@@ -111,11 +113,13 @@ impl Stage {
         let consumers = plan(Target::Consumers, self.consumers.len());
         let writer = plan(Target::Writer, self.writer.len());
         let servers = plan(Target::Servers, 0);
-        let (relays, _, _, servers, ()) = tokio::try_join!(
+        let destination = plan(Target::Destination, 0);
+        let (relays, _, _, servers, (), ()) = tokio::try_join!(
             trouble_processes(&mut self.relays, relays, time, diary),
             trouble_processes(&mut self.consumers, consumers, time, diary),
             trouble_processes(&mut self.writer, writer, time, diary),
             trouble_servers(&self.postgres, &self.kafka, servers, time, diary),
+            trouble_destination(&self.world.bank, destination, time, diary),
             async {
                 tokio::time::sleep(time).await;
                 Ok(())

@@ -1,6 +1,6 @@
 //! What a fetch asks of each lane, and what it returns.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use sqlx::postgres::PgRow;
 use sqlx::{Error as SqlxError, Row as _};
@@ -25,53 +25,25 @@ pub(super) struct Ask<'a> {
     pub(super) closed: &'a [String],
 }
 
-/// One row of what it returned.
-#[allow(
-    clippy::large_enum_variant,
-    reason = "nearly all are of the large kind"
-)]
-pub(super) enum Row {
-    /// The row without a lane.
-    View {
-        snapshot: String,
-        server: Option<OffsetDateTime>,
-        aside: (Vec<Lane>, Vec<Lane>),
-    },
-    /// Set aside, and may go.
-    Drained {
-        lane: Lane,
-        position: i64,
-        size: i32,
-        message: Result<Message>,
-    },
-    Pending {
-        lane: Lane,
-        position: i64,
-        size: i32,
-        /// By the statement: the lane is cut here, or bytes of this row stayed behind.
-        mark: bool,
-        /// Of rows up to the known position.
-        xid: Option<String>,
-        read: Read,
-    },
-}
-
-/// A message, or why it cannot be read, and what is set aside of its key.
-pub(super) type Read = (Result<Message>, Vec<Ahead>);
-
-/// All of it.
+/// What it returned, as it comes in.
 #[derive(Default)]
 pub(super) struct Answer {
     pub(super) snapshot: Snapshot,
     pub(super) server: Option<OffsetDateTime>,
-    pub(super) scans: HashMap<Lane, Scan<Read>>,
+    pub(super) scans: BTreeMap<Lane, Scan<Read>>,
     /// Rows set aside that may go.
-    pub(super) drained: HashMap<Lane, Vec<(i64, i64, Result<Message>)>>,
+    pub(super) drained: BTreeMap<Lane, Vec<(i64, i64, Result<Message>)>>,
     /// Lanes where something is set aside and will go by itself, or blocks; and those where something blocks.
     pub(super) aside: (Vec<Lane>, Vec<Lane>),
     /// Rows up to the known position, with their transaction.
     pub(super) below: Vec<(Lane, i64, u64)>,
+    /// The statement marked a row: its lane is cut there, or bytes of it stayed behind.
+    pub(super) marked: bool,
+    seen: bool,
 }
+
+/// A message, or why it cannot be read, and what is set aside of its key.
+pub(super) type Read = (Result<Message>, Vec<Ahead>);
 
 impl Ask<'_> {
     /// The same lanes from the first row on.
@@ -104,40 +76,6 @@ impl Ask<'_> {
     }
 }
 
-impl Row {
-    pub(super) fn read(row: &PgRow) -> Result<Self, SqlxError> {
-        let Some(lane) = row.try_get(0)? else {
-            return Ok(Self::View {
-                snapshot: row.try_get(14)?,
-                server: row.try_get(15)?,
-                aside: (row.try_get(17)?, row.try_get(18)?),
-            });
-        };
-        let (position, size) = (row.try_get(1)?, row.try_get(11)?);
-        let message = read_message(row, 2);
-        let Some(mark) = row.try_get(12)? else {
-            return Ok(Self::Drained {
-                lane,
-                position,
-                size,
-                message,
-            });
-        };
-        let ahead: Option<Vec<String>> = row.try_get(16)?;
-        let ahead = ahead.unwrap_or_default();
-        let ahead: Option<_> = ahead.iter().map(|text| ahead_of(text)).collect();
-        let ahead = ahead.ok_or_else(|| SqlxError::Decode("what is ahead".into()))?;
-        Ok(Self::Pending {
-            lane,
-            position,
-            size,
-            mark,
-            xid: row.try_get(13)?,
-            read: (message, ahead),
-        })
-    }
-}
-
 /// Reads `1 17 orders`: blocked, last position, scope.
 fn ahead_of(text: &str) -> Option<Ahead> {
     let (blocked, rest) = text.split_once(' ')?;
@@ -150,64 +88,59 @@ fn ahead_of(text: &str) -> Option<Ahead> {
 }
 
 impl Answer {
-    pub(super) fn of(rows: Vec<Row>, ask: &Ask<'_>) -> Result<Self> {
-        let foreign = || Error::new(ErrorKind::Corrupt, "fetch", "no snapshot in the answer");
-        let mut answer = Self::default();
-        let mut seen = None;
-        for row in rows {
-            match row {
-                Row::View {
-                    snapshot,
-                    server,
-                    aside,
-                } => {
-                    seen = Snapshot::parse(&snapshot);
-                    answer.server = server;
-                    answer.aside = aside;
-                }
-                Row::Drained {
-                    lane,
-                    position,
-                    size,
-                    message,
-                } => {
-                    let drained = answer.drained.entry(lane).or_default();
-                    drained.push((position, i64::from(size), message));
-                }
-                Row::Pending {
-                    lane,
-                    position,
-                    size,
-                    mark: cut,
-                    xid,
-                    read,
-                } => {
-                    if let Some(xid) = xid {
-                        let xid = xid.parse().map_err(|_| foreign())?;
-                        answer.below.push((lane, position, xid));
-                    }
-                    let scan = answer.scans.entry(lane).or_default();
-                    scan.rows.push((position, i64::from(size), read));
-                    if cut {
-                        scan.cut = Some(position);
-                    }
-                }
-            }
+    /// Takes one row in.
+    pub(super) fn add(&mut self, row: &PgRow) -> Result<(), SqlxError> {
+        let foreign = |what: &str| SqlxError::Decode(what.into());
+        let Some(lane) = row.try_get(0)? else {
+            let snapshot = Snapshot::parse(row.try_get(14)?);
+            self.snapshot = snapshot.ok_or_else(|| foreign("the snapshot"))?;
+            self.server = row.try_get(15)?;
+            self.aside = (row.try_get(17)?, row.try_get(18)?);
+            self.seen = true;
+            return Ok(());
+        };
+        let (position, size) = (row.try_get(1)?, row.try_get::<i32, _>(11)?);
+        let message = read_message(row, 2);
+        let Some(marked) = row.try_get(12)? else {
+            let drained = self.drained.entry(lane).or_default();
+            drained.push((position, size.into(), message));
+            return Ok(());
+        };
+        let ahead: Option<Vec<String>> = row.try_get(16)?;
+        let ahead = ahead.iter().flatten().map(|text| ahead_of(text));
+        let ahead: Option<_> = ahead.collect();
+        let ahead = ahead.ok_or_else(|| foreign("what is ahead"))?;
+        let scan = self.scans.entry(lane).or_default();
+        scan.rows.push((position, size.into(), (message, ahead)));
+        if marked {
+            scan.cut = Some(position);
+            self.marked = true;
         }
-        answer.snapshot = seen.ok_or_else(foreign)?;
+        if let Some(xid) = row.try_get::<Option<&str>, _>(13)? {
+            let xid = xid.parse().map_err(|_| foreign("the transaction"))?;
+            self.below.push((lane, position, xid));
+        }
+        Ok(())
+    }
+
+    /// All rows are in. The statement promises no order; in practice this finds them sorted.
+    pub(super) fn complete(mut self, ask: &Ask<'_>) -> Result<Self> {
+        if !self.seen {
+            let detail = "no snapshot in the answer";
+            return Err(Error::new(ErrorKind::Corrupt, "fetch", detail));
+        }
         for (at, lease) in ask.leases.iter().enumerate() {
-            let Some(scan) = answer.scans.get_mut(&lease.lane) else {
+            let Some(scan) = self.scans.get_mut(&lease.lane) else {
                 continue;
             };
-            // The statement promises no order; in practice this finds its input sorted.
             scan.rows.sort_by_key(|row| row.0);
             if scan.rows.len() >= ask.rows_max[at] {
                 scan.cut = scan.rows.last().map(|row| row.0);
             }
         }
-        for drained in answer.drained.values_mut() {
+        for drained in self.drained.values_mut() {
             drained.sort_by_key(|row| row.0);
         }
-        Ok(answer)
+        Ok(self)
     }
 }

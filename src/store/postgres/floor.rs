@@ -139,7 +139,8 @@ impl Floor {
 
     /// The page's rows at these places are settled, by a transaction that changed at least one row and has ended.
     pub(super) fn settled(&mut self, places: impl IntoIterator<Item = (Lane, i64)>) {
-        let places: HashSet<_> = places.into_iter().collect();
+        let mut places: Vec<_> = places.into_iter().collect();
+        places.sort_unstable();
         if !places.is_empty() {
             self.conclude(Some(&places));
         }
@@ -150,7 +151,8 @@ impl Floor {
         *self = Self::default();
     }
 
-    fn conclude(&mut self, settled: Option<&HashSet<(Lane, i64)>>) {
+    /// `settled`: the settled places in order, or `None` if that is not known.
+    fn conclude(&mut self, settled: Option<&[(Lane, i64)]>) {
         let Some(page) = self.page.take() else {
             return;
         };
@@ -165,7 +167,8 @@ impl Floor {
                 continue;
             };
             let mut read = part.cut.unwrap_or(newest);
-            let is_settled = |position| settled.is_some_and(|s| s.contains(&(*lane, position)));
+            let is_settled =
+                |position| settled.is_some_and(|s| s.binary_search(&(*lane, position)).is_ok());
             if let Some(left) = part.positions.iter().find(|p| !is_settled(**p)) {
                 read = read.min(left - 1);
             }

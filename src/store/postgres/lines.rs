@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::lane::Lane;
-use crate::store::{Lease, SettlementBatch, Verdict};
+use crate::store::{AsideState, Lease, SettlementBatch, Verdict};
 
 /// The pause between two looks for rows that nothing blocks any more.
 const FREE_PAUSE: Duration = Duration::from_secs(1);
@@ -73,8 +73,11 @@ impl Lines {
     /// From here on something is set aside in these lanes, or may be: the answer can be lost.
     pub(super) fn settling(&mut self, batch: &SettlementBatch) {
         for (place, verdict) in &batch.verdicts {
-            if matches!(verdict, Verdict::SetAside(_)) {
-                self.lanes.remove(&place.lane);
+            if let (Verdict::SetAside(aside), Some(known)) =
+                (verdict, self.lanes.get_mut(&place.lane))
+            {
+                known.empty = false;
+                known.blocked |= matches!(aside.state, AsideState::Blocking | AsideState::Held);
             }
         }
     }

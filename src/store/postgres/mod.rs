@@ -55,7 +55,7 @@ const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time between two looks at a lane from its first row.
 const SWEEP_PAUSE: Duration = Duration::from_secs(30);
 
-/// Shortest time between two enqueues that notify, once the first has committed.
+/// How long an enqueue that notified speaks for others.
 const WAKE_UP_PAUSE: Duration = Duration::from_millis(10);
 
 /// Most connections of the relay's pool: workers beyond that many wait for each other.
@@ -184,12 +184,13 @@ impl PostgresStore {
         self
     }
 
-    /// Sets how long after an enqueue that notified, of this store or a clone of it, others do not (default 10 ms;
-    /// zero: each one notifies). They notify all the same while the transaction of that one has not committed, and
-    /// after it was rolled back. Notifying commits wait for each other in the server: the longer the pause, the fewer.
+    /// Sets for how long an enqueue that notified, of this store or a clone of it, speaks for others too (default 10 ms;
+    /// zero: each one notifies). It does once its transaction has committed; two do while theirs are open; one that was
+    /// rolled back does not. Notifying commits wait for each other in the server: the longer the pause, the fewer.
     ///
-    /// A message that was written within the pause and commits later is found by the polls that follow the wake-up,
-    /// which begin at 10 ms and double.
+    /// A message that relies on an earlier notification and commits later is found by the polls that follow the wake-up,
+    /// which begin at 10 ms and double. One that relies on open transactions, which then all stay open or are rolled
+    /// back, waits for the next poll.
     #[must_use]
     pub const fn with_wake_up_pause(mut self, pause: Duration) -> Self {
         self.wake_up_pause = pause;

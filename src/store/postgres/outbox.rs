@@ -43,9 +43,10 @@ impl Enqueue for PostgresStore {
             return Ok(());
         };
         let turn = window.enter(Instant::now(), self.wake_up_pause);
-        let query = query.bind(turn.opener());
-        let row = query.fetch_one(connection).await.map_err(failed)?;
-        window.entered(&turn, row.try_get(0).map_err(failed)?);
+        let query = query.bind(&turn.earlier);
+        if let Some(notified) = query.fetch_optional(connection).await.map_err(failed)? {
+            window.notified(&turn, notified.try_get(0).map_err(failed)?);
+        }
         Ok(())
     }
 

@@ -4,14 +4,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use futures_util::TryStreamExt;
 use futures_util::future::{BoxFuture, FutureExt};
-use sqlx::SqlStr;
-use sqlx::postgres::PgRow;
+use sqlx::postgres::PgArguments;
+use sqlx::query::Query;
+use sqlx::{Postgres, SqlStr};
 use time::OffsetDateTime;
 use tracing::error as alarm;
 
 use super::PostgresStore;
-use super::answer::{Answer, Ask, Read, Row};
+use super::answer::{Answer, Ask, Read};
 use super::floor::{Ended, Floor, LanePage, Scan};
 use super::lines::Lines;
 use super::outbox::columns_of;
@@ -94,46 +96,51 @@ impl Reader {
         }
     }
 
-    /// Reads the page without a sum over its bytes, which costs as much as a fifth of the fetch, unless a row is larger
-    /// than its part of them: then that is where the page may have to end.
+    /// Reads the page. Where nothing is set aside it does so without a sum over its bytes, which costs a quarter of the
+    /// fetch, unless a row is larger than its part of them: then that is where the page may have to end.
     async fn scan_page(&mut self, ask: &Ask<'_>) -> Result<Answer> {
-        if self.pages_by_sum == 0 {
-            let rows = self.scan(&self.store.sql.fetch, ask, None).await?;
-            let is_large = |row: &Row| matches!(row, Row::Pending { mark: true, .. });
-            if !rows.iter().any(is_large) {
-                return Answer::of(rows, ask);
+        if self.pages_by_sum == 0 && !ask.aside.contains(&true) {
+            let query = asked(&self.store.sql.fetch_plain, ask);
+            let answer = self.scan(query, ask).await?;
+            if !answer.marked {
+                return Ok(answer);
             }
             self.pages_by_sum = PAGES_BY_SUM;
         }
-        self.pages_by_sum -= 1;
-        let rows = self.scan(&self.store.sql.fetch_by_sum, ask, None).await?;
-        Answer::of(rows, ask)
+        self.pages_by_sum = self.pages_by_sum.saturating_sub(1);
+        let query = asked(&self.store.sql.fetch, ask)
+            .bind(ask.aside.clone())
+            .bind(ask.closed.to_vec());
+        self.scan(query, ask).await
     }
 
-    async fn scan(&self, sql: &SqlStr, ask: &Ask<'_>, ended: Option<&Ended>) -> Result<Vec<Row>> {
-        let (lanes, tokens) = columns_of(&ask.leases);
-        let rows_max = ask.rows_max.iter();
-        let rows_max = rows_max.map(|rows| i64::try_from(*rows).unwrap_or(i64::MAX));
-        let mut query = sqlx::query(sql.clone())
-            .bind(lanes)
-            .bind(tokens)
-            .bind(ask.floors.clone())
-            .bind(ask.known.clone())
-            .bind(rows_max.collect::<Vec<_>>())
-            .bind(ask.bytes_max.clone())
-            .bind(ask.aside.clone());
-        query = match ended {
-            Some(ended) => {
-                let xids = ended.xids.iter().map(u64::to_string);
-                query.bind(xids.collect::<Vec<_>>())
+    /// Reads what ended transactions left below the floors.
+    async fn rescan(&self, ask: &Ask<'_>, ended: &Ended) -> Result<Answer> {
+        let xids = ended.xids.iter().map(u64::to_string);
+        let query = asked(&self.store.sql.refetch, ask)
+            .bind(ask.aside.clone())
+            .bind(xids.collect::<Vec<_>>());
+        self.scan(query, ask).await
+    }
+
+    async fn scan(
+        &self,
+        query: Query<'static, Postgres, PgArguments>,
+        ask: &Ask<'_>,
+    ) -> Result<Answer> {
+        // A row is decoded while the next ones are on their way.
+        let answer = self.store.relayed("fetch", |connection| {
+            async move {
+                let mut answer = Answer::default();
+                let mut rows = query.fetch(connection);
+                while let Some(row) = rows.try_next().await? {
+                    answer.add(&row)?;
+                }
+                Ok(answer)
             }
-            None => query.bind(ask.closed.to_vec()),
-        };
-        // Rows are read while the next ones are on their way.
-        let query = query.try_map(|row: PgRow| Row::read(&row));
-        self.store
-            .relayed("fetch", |c| query.fetch_all(c).boxed())
-            .await
+            .boxed()
+        });
+        answer.await?.complete(ask)
     }
 
     /// Reads the page, from the floors where they are certain to be about this server.
@@ -162,7 +169,9 @@ impl Reader {
         if sweep {
             ask.begin_at_zero();
         }
+        let by_sum = self.pages_by_sum;
         let mut answer = self.scan_page(&ask).await?;
+        let read_twice = self.pages_by_sum > by_sum;
         let same = answer.server.is_some() && answer.server == self.server;
         if !same || self.connections != self.connections() {
             self.floor.forget();
@@ -183,13 +192,18 @@ impl Reader {
         let (aside, blocked) = &answer.aside;
         self.lines.found(&ask.leases, aside, blocked);
         let ended = self.floor.ended(&answer.snapshot);
-        let mut older = HashMap::new();
+        let mut older = BTreeMap::new();
         if let Some(ended) = &ended {
             let ask = ask.of_ended(ended);
+            if !ask.leases.is_empty() && read_twice {
+                // With the settlement it would be a fourth statement. The next page is read by the sum at once.
+                return Ok(Page {
+                    full: true,
+                    ..Page::default()
+                });
+            }
             if !ask.leases.is_empty() {
-                let sql = &self.store.sql.refetch;
-                let rows = self.scan(sql, &ask, Some(ended)).await?;
-                older = Answer::of(rows, &ask)?.scans;
+                older = self.rescan(&ask, ended).await?.scans;
             }
         }
         Ok(self.assemble(request, &ask, answer, older, ended.as_ref()))
@@ -201,12 +215,18 @@ impl Reader {
         request: &FetchRequest,
         ask: &Ask<'_>,
         mut answer: Answer,
-        mut older: HashMap<Lane, Scan<Read>>,
+        mut older: BTreeMap<Lane, Scan<Read>>,
         ended: Option<&Ended>,
     ) -> Page {
         let mut page = Page::default();
         let mut lanes = BTreeMap::new();
-        for (at, Lease { lane, .. }) in ask.leases.iter().enumerate() {
+        let scanned = answer.scans.values().map(|scan| scan.rows.len());
+        page.rows.reserve(scanned.sum());
+        // In order of lanes, so that the page is sorted as it is put together.
+        let mut asked: Vec<_> = ask.leases.iter().map(|l| l.lane).enumerate().collect();
+        asked.sort_unstable_by_key(|(_, lane)| *lane);
+        for (at, lane) in &asked {
+            let at = *at;
             let scan = answer.scans.remove(lane).unwrap_or_default();
             let older = older.remove(lane).unwrap_or_default();
             let drained = answer.drained.remove(lane).unwrap_or_default();
@@ -241,7 +261,6 @@ impl Reader {
             }
         }
         page.full |= page.rows.len() + page.unreadable.len() >= request.rows_max;
-        page.rows.sort_by_key(|row| row.place);
         // A lane that was not asked stays where it is, or below what ended transactions may have left in it.
         for Lease { lane, .. } in &request.leases {
             let floor = self.floor.of(*lane);
@@ -276,11 +295,26 @@ impl Reader {
     }
 }
 
+/// Binds what every fetch asks of each lane: `$1` to `$6`.
+fn asked(sql: &SqlStr, ask: &Ask<'_>) -> Query<'static, Postgres, PgArguments> {
+    let (lanes, tokens) = columns_of(&ask.leases);
+    let rows_max = ask.rows_max.iter();
+    let rows_max = rows_max.map(|rows| i64::try_from(*rows).unwrap_or(i64::MAX));
+    sqlx::query(sql.clone())
+        .bind(lanes)
+        .bind(tokens)
+        .bind(ask.floors.clone())
+        .bind(ask.known.clone())
+        .bind(rows_max.collect::<Vec<_>>())
+        .bind(ask.bytes_max.clone())
+}
+
 impl OutboxReader for Reader {
     fn fetch<'a>(&'a mut self, request: &'a FetchRequest) -> BoxFuture<'a, Result<Page>> {
         async move {
             if request.leases.is_empty() || request.rows_max == 0 {
                 self.floor.forget();
+                self.lines.forget();
                 return Ok(Page::default());
             }
             let page = self.read(request).await;

@@ -14,8 +14,8 @@ use crate::store::Prefix;
 pub(super) use self::admin::{AdminSql, HORIZON};
 use self::history::keep;
 pub(super) use self::history::{HistorySql, PARTITIONS};
-use self::page::{BLOCKED, drain, page, page_by_sum};
-use super::wake_up::channel;
+use self::page::{BLOCKED, drain, page, plain_page};
+use super::wake_up::{OPEN_MAX, channel};
 
 /// Columns of a message, in the order in which rows are read.
 const MESSAGE: &str = "message_id, destination, key, event_type, content_type, headers, payload, \
@@ -63,8 +63,8 @@ pub(super) struct Sql {
     pub lease: SqlStr,
     pub renew: SqlStr,
     pub release: SqlStr,
+    pub fetch_plain: SqlStr,
     pub fetch: SqlStr,
-    pub fetch_by_sum: SqlStr,
     pub refetch: SqlStr,
     pub confirm: SqlStr,
     pub confirm_and_keep: SqlStr,
@@ -158,14 +158,18 @@ impl Sql {
         let channel = channel(prefix);
         let notify = format!("pg_notify('{channel}', '')");
         Self {
-            // Silent only where $12 is known to have committed. The status of a transaction that this server has not
-            // seen yet would be an error in the caller's transaction, so the snapshot is asked before.
+            // A row where it notified. The status of a transaction that this server has not seen yet would be an error
+            // in the caller's transaction, so the snapshot is asked before.
             insert_and_notify: safe(format!(
-                "WITH written AS ({insert}) \
-                 SELECT pg_current_xact_id()::text, CASE \
-                    WHEN CASE WHEN $12::text::xid8 < pg_snapshot_xmax(pg_current_snapshot()) \
-                        THEN pg_xact_status($12::text::xid8) END = 'committed' THEN NULL \
-                    ELSE {notify} END"
+                "WITH written AS ({insert}), \
+                 earlier AS ( \
+                    SELECT CASE WHEN xid < pg_snapshot_xmax(pg_current_snapshot()) \
+                        THEN pg_xact_status(xid) ELSE 'in progress' END AS status \
+                    FROM unnest($12::text[]::xid8[]) AS e(xid) WHERE xid <> pg_current_xact_id()) \
+                 SELECT pg_current_xact_id()::text, {notify} \
+                 FROM (SELECT count(*) FILTER (WHERE status = 'committed') AS committed, \
+                    count(*) FILTER (WHERE status = 'in progress') AS open FROM earlier) counted \
+                 WHERE committed = 0 AND open < {OPEN_MAX}"
             )),
             insert: safe(insert),
             notify: safe(format!("SELECT {notify}")),
@@ -247,10 +251,10 @@ impl Sql {
                  FROM unnest($1::int[], $2::bigint[]) AS l(lane, token) \
                  WHERE z.lane = l.lane AND z.token = l.token"
             )),
-            fetch: safe(format!("{} UNION ALL {}", page(t), drain(t))),
-            fetch_by_sum: safe(format!("{} UNION ALL {}", page_by_sum(t, "true"), drain(t))),
+            fetch_plain: safe(plain_page(t)),
+            fetch: safe(format!("{} UNION ALL {}", page(t, "true"), drain(t))),
             // Of transactions that had ended when the page was read, below the floor: exactly what that view lacks.
-            refetch: safe(page_by_sum(
+            refetch: safe(page(
                 t,
                 "o.position <= l.known AND o.xid = ANY ($8::text[]::xid8[])",
             )),

@@ -30,63 +30,56 @@ pub(super) fn channel(prefix: &Prefix) -> String {
     format!("{begin}_{hash}")
 }
 
-/// A span of time that begins with an enqueue that notifies, and in which later ones need not.
+/// Transactions remembered in one window; where so many were rolled back, all that follow notify.
+const EARLIER_MAX: usize = 16;
+
+/// Enqueues that notify side by side in one window, none of them committed yet. Two, because one alone may be rolled back
+/// or stay open for long, and what relied on it would wait for a poll.
+pub(super) const OPEN_MAX: usize = 2;
+
+/// A span of time that begins with an enqueue, and in which few others need to notify.
 ///
-/// They need not once the transaction of the first has committed, and only the database knows: it is asked in the
-/// INSERT itself. So what is forgotten, rolled back or dropped half-way here costs a notification too many, never one
-/// too few.
+/// They need not where one has notified whose transaction has committed, or some whose transactions are still open. Only
+/// the database knows: it is asked in the INSERT itself. So what was rolled back, forgotten or dropped half-way costs a
+/// notification too many.
 #[derive(Debug, Default)]
-pub(super) struct Window(Mutex<Option<Opened>>);
+pub(super) struct Window(Mutex<Option<Turn>>);
 
-#[derive(Debug)]
-struct Opened {
-    at: Instant,
-    /// Transaction of the enqueue that opened it, once that is known.
-    by: Option<String>,
-}
-
-/// What an enqueue has to do.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// Notify, and tell the window who it was.
-    Opens(Instant),
-    /// Notify unless this transaction has committed.
-    Within(Option<String>),
+/// What an enqueue knows of its window.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Turn {
+    begun: Instant,
+    /// Transactions that notified in this window.
+    pub(super) earlier: Vec<String>,
 }
 
 impl Window {
     pub(super) fn enter(&self, now: Instant, pause: Duration) -> Turn {
-        let mut window = self.opened();
-        if let Some(opened) = &*window
-            && now.saturating_duration_since(opened.at) < pause
-        {
-            return Turn::Within(opened.by.clone());
-        }
-        *window = Some(Opened { at: now, by: None });
-        Turn::Opens(now)
-    }
-
-    /// The enqueue of this turn has run in transaction `xid`.
-    pub(super) fn entered(&self, turn: &Turn, xid: String) {
-        if let (Turn::Opens(at), Some(opened)) = (turn, &mut *self.opened())
-            && opened.at == *at
-        {
-            opened.by = Some(xid);
+        let mut window = self.turn();
+        match &*window {
+            Some(turn) if now.saturating_duration_since(turn.begun) < pause => turn.clone(),
+            _ => window
+                .insert(Turn {
+                    begun: now,
+                    earlier: Vec::new(),
+                })
+                .clone(),
         }
     }
 
-    fn opened(&self) -> MutexGuard<'_, Option<Opened>> {
+    /// The enqueue of this turn notified, in transaction `xid`.
+    pub(super) fn notified(&self, turn: &Turn, xid: String) {
+        if let Some(window) = &mut *self.turn()
+            && window.begun == turn.begun
+            && window.earlier.len() < EARLIER_MAX
+            && !window.earlier.contains(&xid)
+        {
+            window.earlier.push(xid);
+        }
+    }
+
+    fn turn(&self) -> MutexGuard<'_, Option<Turn>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Turn {
-    /// The transaction whose commit makes a notification needless.
-    pub(super) fn opener(&self) -> Option<&str> {
-        match self {
-            Self::Opens(_) => None,
-            Self::Within(by) => by.as_deref(),
-        }
     }
 }
 
@@ -111,32 +104,45 @@ mod tests {
     }
 
     #[test]
-    fn an_enqueue_may_be_silent_only_within_the_window_of_one_that_is_known() {
+    fn a_window_remembers_only_those_that_notified_in_it() {
         let window = Window::default();
         let start = Instant::now();
         let first = window.enter(start, PAUSE);
-        assert_eq!(first, Turn::Opens(start));
-        assert_eq!(window.enter(start, PAUSE), Turn::Within(None));
-        window.entered(&first, "7".into());
+        assert!(first.earlier.is_empty());
+        window.notified(&first, "7".into());
         let second = window.enter(start + PAUSE / 2, PAUSE);
-        assert_eq!(second.opener(), Some("7"));
-        // One that is within tells nobody, and one that comes to its end late changes no later window.
-        window.entered(&second, "8".into());
-        assert_eq!(window.enter(start, PAUSE).opener(), Some("7"));
-        assert_eq!(
-            window.enter(start + PAUSE, PAUSE),
-            Turn::Opens(start + PAUSE)
-        );
-        window.entered(&first, "7".into());
-        assert_eq!(window.enter(start + PAUSE, PAUSE), Turn::Within(None));
+        assert_eq!(second.earlier, ["7"]);
+        window.notified(&second, "8".into());
+        assert_eq!(window.enter(start, PAUSE).earlier, ["7", "8"]);
+        let third = window.enter(start + PAUSE, PAUSE);
+        assert!(third.earlier.is_empty());
+        // One that comes to its end late changes no later window.
+        window.notified(&second, "9".into());
+        assert_eq!(window.enter(start + PAUSE, PAUSE), third);
     }
 
     #[test]
-    fn without_a_pause_every_enqueue_notifies() {
+    fn what_is_remembered_is_bounded() {
+        let window = Window::default();
+        let turn = window.enter(Instant::now(), PAUSE);
+        for xid in 0..100 {
+            // One transaction that notified twice speaks no louder.
+            window.notified(&turn, xid.to_string());
+            window.notified(&turn, xid.to_string());
+        }
+        let earlier = window.enter(turn.begun, PAUSE).earlier;
+        assert_eq!(earlier.len(), EARLIER_MAX);
+        assert_eq!(earlier[..3], ["0", "1", "2"]);
+    }
+
+    #[test]
+    fn without_a_pause_nothing_is_silent() {
         let window = Window::default();
         let now = Instant::now();
         for _ in 0..3 {
-            assert_eq!(window.enter(now, Duration::ZERO), Turn::Opens(now));
+            let turn = window.enter(now, Duration::ZERO);
+            assert!(turn.earlier.is_empty());
+            window.notified(&turn, "7".into());
         }
     }
 }

@@ -33,6 +33,8 @@ struct Room {
     bytes: i64,
     /// One comes however large it is.
     first: bool,
+    /// The table of which one did not fit: nothing behind it may come in front of it.
+    ended: Option<Table>,
 }
 
 impl Reader {
@@ -92,6 +94,7 @@ impl Reader {
                 rows: lane_rows,
                 bytes: lane_bytes,
                 first: true,
+                ended: None,
             });
             // Rows set aside get half of it, so that pending ones are never left out altogether.
             let (rows, bytes) = match place.is_aside() {
@@ -101,13 +104,10 @@ impl Reader {
                 ),
                 false => (room.rows, room.bytes),
             };
-            let fits = rows > 0 && size <= bytes;
+            let fits = rows > 0 && size <= bytes && room.ended != Some(place.table);
             if !fits && !room.first {
                 page.full = true;
-                // Nothing behind it may come in front of it.
-                if !place.is_aside() {
-                    room.rows = 0;
-                }
+                room.ended = Some(place.table);
                 continue;
             }
             room.first = false;

@@ -2,12 +2,15 @@
 
 mod admin;
 mod behaviour;
+mod cost;
 mod floor;
 mod floor_load;
 mod history;
+mod listening;
+mod model;
+mod notifying;
 mod proxy;
 mod trouble;
-mod wake_up;
 
 use std::time::Duration;
 
