@@ -91,6 +91,29 @@ impl Keeps for Sqlite {
 store_contract!(Sqlite);
 
 #[tokio::test]
+async fn history_is_cleaned_up_in_steps_of_bounded_rows_and_bytes() {
+    let h = Sqlite::start().await;
+    let store = h.keeping(Duration::from_secs(3_600));
+    // The last step finds nothing.
+    for (rows, size, steps) in [(1_200, 100, 4), (5, 16 << 20, 6), (0, 0, 1)] {
+        let insert = format!(
+            "WITH RECURSIVE n(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n LIMIT {rows}) \
+             INSERT INTO relaybox_outbox_history \
+                (published_at, position, lane, message_id, destination, event_type, size, occurred_at) \
+             SELECT 0, n, 0, 'm', 'orders', 'T', {size}, 0 FROM n"
+        );
+        let mut connection = store.pool().acquire().await.unwrap();
+        assert!(Sqlite::execute(&mut connection, &insert).await);
+        drop(connection);
+        let mut taken = 1;
+        while store.clean_up_history().await.unwrap() {
+            taken += 1;
+        }
+        assert_eq!(taken, steps, "{rows} rows of {size} bytes");
+    }
+}
+
+#[tokio::test]
 async fn migrating_twice_and_from_several_processes_at_once_is_harmless() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("db");

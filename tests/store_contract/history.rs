@@ -46,7 +46,7 @@ pub async fn what_was_published_is_kept_with_every_byte_and_nothing_else<H: Keep
     let store = h.keeping(WEEK);
     OutboxStore::check(&store).await.unwrap();
     let mut every = Message::new("ключ-🚀", "T")
-        .with_id("é".repeat(40))
+        .with_id("é".repeat(70))
         .with_key([0, 0xff, b'\''])
         .with_payload(vec![0, 1, 0xff, 0xfe])
         .with_content_type("application/json; charset=utf-8")
@@ -57,7 +57,7 @@ pub async fn what_was_published_is_kept_with_every_byte_and_nothing_else<H: Keep
     every.headers.push_optional("d", None);
     let sent = [
         every,
-        Message::new("d", "T").with_id("é".repeat(39) + "e"),
+        Message::new("d", "T").with_id("é".repeat(69) + "e"),
         Message::new("d", "T").with_payload(vec![7; 5_000_000]),
         keyed("", ""),
     ];

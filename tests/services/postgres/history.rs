@@ -116,20 +116,17 @@ async fn a_message_is_settled_also_where_the_partition_of_its_day_is_missing() {
 async fn whole_days_go_by_the_databases_clock_and_never_early() {
     let h = Postgres::start().await;
     let store = h.keeping(3 * DAY);
-    published(&h, 100, "now() - interval '3 days' + interval '1 minute'").await;
+    let begin =
+        "date_trunc('day', (now() - interval '3 days') AT TIME ZONE 'UTC') AT TIME ZONE 'UTC'";
+    published(&h, 100, begin).await;
     published(&h, 10, "now()").await;
     published(&h, 10, "now() + interval '1 day'").await;
     clean(&store).await.unwrap();
     assert_eq!(left(&h).await, 120);
-    for days in [4, 5, 12, 31] {
-        published(
-            &h,
-            100,
-            &format!("now() - interval '{days} days' - interval '1 minute'"),
-        )
-        .await;
+    for days in [0, 1, 9, 27] {
+        let end = format!("{begin} - interval '{days} days 1 microsecond'");
+        published(&h, 100, &end).await;
     }
-    // A row of the day that is not over yet keeps nothing of the other days.
     clean(&store).await.unwrap();
     assert_eq!(left(&h).await, 120);
     // Emptied, not deleted row by row: the file is gone at once.
@@ -243,7 +240,8 @@ async fn cleaners_at_once_under_load_hold_nobody_up() {
         })
         .collect();
     for cleaner in cleaners {
-        cleaner.await.unwrap();
+        let cleaned = tokio::time::timeout(30 * WAIT_MAX, cleaner);
+        cleaned.await.expect("cleaning up ends").unwrap();
     }
     clean(&store).await.unwrap();
     stop.store(true, Ordering::SeqCst);
@@ -273,7 +271,8 @@ async fn a_row_that_comes_while_its_partition_is_about_to_be_emptied_stays() {
             VALUES (now(), 1, 0, 'young', 'orders', NULL, 'T', NULL, NULL, NULL, 30, NULL, now())";
         assert!(Postgres::execute(&mut writer, insert).await);
         let commit = async {
-            h.blocked().await;
+            let waits = tokio::time::timeout(WAIT_MAX, h.blocked());
+            waits.await.expect("the clean-up waits for the writer");
             writer.commit().await.unwrap();
         };
         let (cleaned, ()) = tokio::join!(store.clean_up_history(), commit);
