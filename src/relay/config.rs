@@ -107,7 +107,7 @@ impl RelayConfig {
         self
     }
 
-    /// Most rows in a batch (default 1,000).
+    /// Most rows in a batch (default 1,000, at least one a lane: 16).
     #[must_use]
     pub fn with_batch_rows_max(mut self, rows: usize) -> Self {
         self.batch_rows_max = rows;
@@ -200,7 +200,8 @@ impl RelayConfig {
         within("name", self.name.len(), 1, 200)?;
         let lanes = usize::try_from(crate::lane::LANES).unwrap_or(1);
         within("workers", self.workers, 1, lanes)?;
-        within("batch_rows_max", self.batch_rows_max, 1, 100_000)?;
+        // Each lane has a part of each batch: one that gets none would have to wait for its turn.
+        within("batch_rows_max", self.batch_rows_max, lanes, 100_000)?;
         within("batch_bytes_max", self.batch_bytes_max, 1, 1 << 30)?;
         let least = publisher.publish_deadline.saturating_add(LEASE_MARGIN);
         let least = least.saturating_mul(2);
@@ -255,7 +256,7 @@ mod tests {
         assert!(config().validate(&endless).is_err());
         assert_eq!(refused(config().with_workers(0)), "workers");
         assert_eq!(refused(config().with_workers(17)), "workers");
-        assert_eq!(refused(config().with_batch_rows_max(0)), "batch_rows_max");
+        assert_eq!(refused(config().with_batch_rows_max(15)), "batch_rows_max");
         assert_eq!(refused(config().with_batch_bytes_max(0)), "batch_bytes_max");
         assert_eq!(refused(config().with_name("")), "name");
         assert_eq!(refused(config().with_patience(Duration::ZERO)), "patience");

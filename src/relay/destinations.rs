@@ -55,6 +55,8 @@ struct Troubled {
 /// Messages that may still be sent under a rate: what one second brings, at most.
 #[derive(Debug)]
 struct Bucket {
+    /// A second.
+    rate: f64,
     tokens: f64,
     at: Instant,
 }
@@ -63,6 +65,7 @@ impl Bucket {
     fn fill(&mut self, rate: f64, now: Instant) {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         self.tokens = (self.tokens + passed * rate).min(rate.max(1.0));
+        self.rate = rate;
         self.at = now;
     }
 }
@@ -137,6 +140,7 @@ impl Destinations {
             };
             let rate = f64::from(rate) * share;
             let new = || Bucket {
+                rate,
                 tokens: rate.max(1.0),
                 at: now,
             };
@@ -192,9 +196,10 @@ impl Gate<'_> {
                 .map(|(name, _)| name),
         );
         names.extend(self.destinations.late.values().flatten());
+        // A tenth of a second's messages at a time, so that what is over the rate is not read again for each of them.
         let spent = |name| {
             let bucket = self.destinations.buckets.get(name);
-            bucket.is_some_and(|bucket| bucket.tokens < 1.0)
+            bucket.is_some_and(|bucket| bucket.tokens < (bucket.rate / 10.0).max(1.0))
         };
         names.extend(
             self.controls

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::slice::from_ref;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use relaybox::MessageId;
 use relaybox::broker::RejectionScope;
@@ -109,12 +109,10 @@ async fn a_dump_in_a_server_with_lower_transaction_ids_is_relayed_as_any_other()
         number(store.pool(), of_the_future).await,
         i64::from(3 * KEYS)
     );
-    let started = Instant::now();
     let ledger = Ledger::new(store.pool().clone());
-    let config = brisk().with_batch_rows_max(7);
+    let config = brisk().with_batch_rows_max(16);
     let relay = Running::start(Relay::new(store.clone(), ledger).with_config(config));
     drained(&store).await;
-    assert!(started.elapsed() < 3 * LEASE, "{:?}", started.elapsed());
     // The floors rise, with transactions of this server.
     for n in 6..16 {
         enqueue_numbers(&store, n..n + 1).await;

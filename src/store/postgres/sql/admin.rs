@@ -27,8 +27,8 @@ impl AdminSql {
             AND ($3::bytea IS NULL OR key = $3) AND ($4::text IS NULL OR message_id = $4) \
             AND ($5::bigint IS NULL OR set_aside_at <= clock_timestamp() - $5 * interval '1 microsecond') \
             AND position > $6 AND position <= $7";
-        // The rows of one step. DELETE waits for whoever has a row and passes over it when it is gone then; the array
-        // is read along the index, so that all lock in one order.
+        // The rows of one step, locked in one order by all: whoever has a row is waited for, and it is passed over when it
+        // is gone then.
         let taken = format!(
             "WITH step AS MATERIALIZED ( \
                 SELECT position FROM ( \
@@ -36,9 +36,12 @@ impl AdminSql {
                         SELECT position, size FROM {t}outbox_aside WHERE {MATCHES} AND state IN ('parked', 'blocking') \
                         ORDER BY position LIMIT $8) page) measured \
                 WHERE before < $9), \
+             locked AS MATERIALIZED ( \
+                SELECT position FROM {t}outbox_aside WHERE position = ANY (ARRAY(SELECT position FROM step)) \
+                ORDER BY position FOR UPDATE), \
              taken AS ( \
                 DELETE FROM {t}outbox_aside \
-                WHERE position = ANY (ARRAY(SELECT position FROM step ORDER BY position)) AND state {{state}} \
+                WHERE position = ANY (ARRAY(SELECT position FROM locked)) AND state {{state}} \
                 RETURNING *)"
         );
         let taken = |state: &str| taken.replace("{state}", state);
@@ -80,7 +83,7 @@ impl AdminSql {
                     RETURNING message_id), \
                  freed AS ( \
                     UPDATE {t}outbox_aside SET state = 'waiting', reason = 'requeued' \
-                    WHERE position = ANY (ARRAY(SELECT position FROM step ORDER BY position)) AND state = 'blocking' \
+                    WHERE position = ANY (ARRAY(SELECT position FROM locked)) AND state = 'blocking' \
                     RETURNING message_id) \
                  SELECT (SELECT max(position) FROM step), array_agg(message_id) \
                  FROM (SELECT message_id FROM moved UNION ALL SELECT message_id FROM freed) both_of"
