@@ -112,6 +112,11 @@ impl Destinations {
         !self.troubled.is_empty() && self.troubled.remove(destination).is_some()
     }
 
+    /// Without lanes nothing would show that trouble is over: it is found out anew.
+    pub(super) fn forget(&mut self) {
+        self.troubled.clear();
+    }
+
     /// A publish to the scope goes on while the worker does other things.
     pub(super) fn departed<'a>(
         &mut self,

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use tracing::warn;
+use tracing::{info, warn};
 
+use crate::error::ErrorKind;
 use crate::store::OutboxStore;
 
 /// The pause once there is nothing to remove.
@@ -20,6 +21,10 @@ pub(super) async fn clean_up(store: Arc<dyn OutboxStore>, mut stop: watch::Recei
             Ok(true) => started.elapsed(),
             // Relays that were started together take turns.
             Ok(false) => PAUSE.mul_f64(0.8 + 0.2 * fastrand::f64()),
+            Err(error) if error.kind() == ErrorKind::Busy => {
+                info!(%error, "somebody reads what is old in the history: it goes later");
+                PAUSE
+            }
             Err(error) => {
                 warn!(%error, "the history could not be cleaned up");
                 PAUSE

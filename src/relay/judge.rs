@@ -139,7 +139,10 @@ impl Judge<'_> {
                 warn!(destination, %error, "destination in trouble; its messages wait");
                 self.status.destination(destination, Some(&error));
             }
-            Trouble::Known => debug!(destination, %error, "destination still in trouble"),
+            Trouble::Known => {
+                debug!(destination, %error, "destination still in trouble");
+                self.status.destination(destination, Some(&error));
+            }
             Trouble::TooMany => {
                 self.broker.get_or_insert(error);
             }

@@ -122,7 +122,10 @@ impl Worker {
             .held
             .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
-            self.status.at_rest();
+            if self.held.all().is_empty() {
+                self.destinations.forget();
+                self.status.at_rest();
+            }
             // Its lanes may be with another worker and come back: the reader is told, and remembers nothing of them.
             let none = FetchRequest {
                 leases: Vec::new(),

@@ -144,6 +144,10 @@ pub trait OutboxStore: Send + Sync + 'static {
     /// aside or dead. However many relays do this at once, under whatever load, no enqueue, fetch or settlement waits for
     /// it longer than for another statement.
     ///
+    /// # Errors
+    /// [`Busy`](crate::ErrorKind::Busy) when all that could be removed now is gone, and what is left is in use: its turn
+    /// comes again.
+    ///
     /// Cancel safety: a dropped future may or may not have removed something.
     fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
         Box::pin(std::future::ready(Ok(false)))
