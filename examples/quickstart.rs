@@ -22,6 +22,7 @@ use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::Ladder;
 use relaybox::outbox::Outbox;
 use relaybox::relay::{Relay, RelayConfig};
+use relaybox::store::OutboxStore;
 use relaybox::store::sqlite::SqliteStore;
 use relaybox::{Message, Result};
 use serde::Deserialize;
@@ -173,7 +174,7 @@ async fn relay_dies_and_another_takes_over(
     let second = Relay::new(shop.clone(), broker.clone()).with_config(config());
     let drained = async {
         // A store that cannot be asked just now is asked again; `PATIENCE` bounds it.
-        while !matches!(relaybox::store::OutboxStore::pending(shop, 1).await, Ok(0)) {
+        while !matches!((shop.pending(1).await, shop.aside(1).await), (Ok(0), Ok(0))) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };

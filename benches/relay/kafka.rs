@@ -62,7 +62,7 @@ async fn relay_once(backlog: &Backlog, kafka: &Kafka, rows: u32) -> Duration {
     let config = RelayConfig::default().with_batch_rows_max(BATCH);
     let started = Instant::now();
     let drained = async {
-        while store.pending(1).await.unwrap() > 0 {
+        while store.pending(1).await.unwrap() + store.aside(1).await.unwrap() > 0 {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };

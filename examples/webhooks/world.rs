@@ -98,13 +98,12 @@ impl World {
         Ok(effects + self.depth(&self.dead_letters()).await?)
     }
 
-    /// Whether the outbox is empty and the consumer has committed everything there is on topic and rungs.
+    /// Whether the outbox is empty, nothing is set aside for the broker to come round, and the consumer has committed
+    /// everything there is on topic and rungs.
     pub async fn is_drained(&self) -> Anyhow<bool> {
-        if self
-            .count("SELECT count(*) FROM {schema}.relaybox_outbox")
-            .await?
-            > 0
-        {
+        let unsent = "SELECT (SELECT count(*) FROM {schema}.relaybox_outbox) \
+            + (SELECT count(*) FROM {schema}.relaybox_outbox_aside WHERE state = 'waiting')";
+        if self.count(unsent).await? > 0 {
             return Ok(false);
         }
         for topic in std::iter::once(self.topic.clone()).chain(self.rungs()) {

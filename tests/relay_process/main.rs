@@ -43,10 +43,13 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
         Err(_) => Arc::new(Ledger::new(store.pool().clone())),
     };
     // As short as allowed: how long a killed relay's lanes wait.
-    let lease = 2 * (publisher.capabilities().publish_deadline + Duration::from_secs(1));
+    let deadline = publisher.capabilities().publish_deadline;
+    let lease = 2 * (deadline + Duration::from_secs(1));
     let config = RelayConfig::default()
         .with_name(format!("process-{}", std::process::id()))
         .with_batch_rows_max(BATCH)
+        // The points of a circle are those of a batch that is waited for.
+        .with_patience(deadline)
         .with_lease(lease);
     let relay = Relay::new(
         CrashingStore::new(store, plan.clone()),

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use relaybox::Message;
 use relaybox::relay::{Relay, RelayConfig};
-use relaybox::store::OutboxStore;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::testing::eventually;
 use sqlx::Executor;
@@ -140,8 +139,13 @@ pub async fn pending_ids(pool: &PgPool) -> BTreeSet<String> {
 }
 
 pub async fn drained(store: &PostgresStore) {
-    eventually(DEADLINE, "the outbox is empty", || async {
-        store.pending(1).await.is_ok_and(|pending| pending == 0)
+    const LEFT: &str = "SELECT (SELECT count(*) FROM relaybox_outbox) + (SELECT count(*) FROM relaybox_outbox_aside \
+        WHERE state IN ('waiting', 'delayed'))";
+    eventually(DEADLINE, "all is sent", || async {
+        let left = sqlx::query_scalar::<_, i64>(LEFT);
+        left.fetch_one(store.pool())
+            .await
+            .is_ok_and(|left| left == 0)
     })
     .await;
 }
