@@ -17,6 +17,7 @@ use super::destinations::{Destinations, Trouble, reason};
 use super::plan::Group;
 use super::publish::Outcomes;
 use super::status::Reporter;
+use super::triage::put_off;
 
 /// Judges the groups of one page.
 pub(super) struct Judge<'a> {
@@ -81,7 +82,7 @@ impl Judge<'_> {
                 Some(PublishOutcome::Withheld) | None => {}
             }
             if self.verdicts.len() == judged && !place.is_aside() && self.is_parted(group, key) {
-                let aside = waiting(reason::CLOSED, &group.scope);
+                let aside = put_off(AsideState::Waiting, reason::CLOSED, &group.scope);
                 self.verdicts.push((place, Verdict::SetAside(aside)));
             }
         }
@@ -124,12 +125,7 @@ impl Judge<'_> {
             DeadHead::Hold if !place.is_aside() => AsideState::Held,
             DeadHead::Hold | DeadHead::Skip => return,
         };
-        let aside = SetAside {
-            state,
-            reason: Reason::new(reason::BEHIND),
-            error: String::new(),
-            scope: group.scope.clone(),
-        };
+        let aside = put_off(state, reason::BEHIND, &group.scope);
         self.verdicts.push((place, Verdict::SetAside(aside)));
     }
 
@@ -147,16 +143,6 @@ impl Judge<'_> {
                 self.broker.get_or_insert(error);
             }
         }
-    }
-}
-
-/// A row that will be sent from where it is set aside.
-pub(super) fn waiting(reason: &str, scope: &str) -> SetAside {
-    SetAside {
-        state: AsideState::Waiting,
-        reason: Reason::new(reason),
-        error: String::new(),
-        scope: scope.to_owned(),
     }
 }
 

@@ -63,12 +63,7 @@ pub(super) fn triage<'s>(
         match verdict {
             Ok(()) => sorted.send.push(row),
             Err((reason, blocked)) if !place.is_aside() => {
-                let aside = SetAside {
-                    state: follower(blocked, dead_head),
-                    reason: Reason::new(reason),
-                    error: String::new(),
-                    scope: scope.to_owned(),
-                };
+                let aside = put_off(follower(blocked, dead_head), reason, scope);
                 sorted.set_aside.push((place, aside));
                 sorted.parted.extend(line.clone());
             }
@@ -93,8 +88,18 @@ enum Line {
     Stopped { blocked: bool },
 }
 
+/// A row that was not refused, but may not go now.
+pub(super) fn put_off(state: AsideState, reason: &str, scope: &str) -> SetAside {
+    SetAside {
+        state,
+        reason: Reason::new(reason),
+        error: String::new(),
+        scope: scope.to_owned(),
+    }
+}
+
 /// The state of a row that follows others of its key.
-pub(super) const fn follower(blocked: bool, dead_head: DeadHead) -> AsideState {
+const fn follower(blocked: bool, dead_head: DeadHead) -> AsideState {
     match (blocked, dead_head) {
         (false, _) => AsideState::Waiting,
         (true, DeadHead::Park) => AsideState::Blocking,

@@ -20,13 +20,13 @@ use crate::store::{
 use super::config::{LEASE_MARGIN, RelayConfig};
 use super::destinations::{Destinations, reason};
 use super::held::{Claim, Held};
-use super::judge::{Judge, parked, waiting};
+use super::judge::{Judge, parked};
 use super::late::{Landed, Late};
 use super::pace::IdlePoll;
 use super::plan::{Group, groups};
 use super::publish::{Outcomes, publish};
 use super::status::Reporter;
-use super::triage::{Triage, triage};
+use super::triage::{Triage, put_off, triage};
 
 /// Tries of the settling statement before the batch is given up and read again (duplicates, never loss).
 const SETTLE_TRIES: u32 = 5;
@@ -334,7 +334,7 @@ fn certain(
 fn set_aside_late(group: &Group) -> impl Iterator<Item = (Place, Verdict)> {
     let pending = group.places.iter().filter(|place| !place.is_aside());
     pending.map(|place| {
-        let aside = waiting(reason::SLOW, &group.scope);
+        let aside = put_off(AsideState::Waiting, reason::SLOW, &group.scope);
         (*place, Verdict::SetAside(aside))
     })
 }
