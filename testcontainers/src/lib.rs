@@ -30,6 +30,7 @@ mod names;
 mod nats;
 #[path = "../postgres/mod.rs"]
 mod postgres;
+mod proxy;
 mod server;
 mod shared;
 mod supervisor;
@@ -39,5 +40,6 @@ pub use kafka::{Kafka, KafkaOptions};
 pub use names::unique_name;
 pub use nats::{Nats, NatsOptions};
 pub use postgres::{Postgres, PostgresOptions};
+pub use proxy::Proxy;
 pub use server::Way;
 pub use shared::{shared_kafka, shared_nats, shared_postgres};
