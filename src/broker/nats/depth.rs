@@ -33,11 +33,12 @@ pub(super) async fn lag(
     source: &str,
 ) -> Result<Backlog> {
     let mut feed = feed_of(config, consumer, source);
-    if stream_info(link, &feed.stream).await?.is_none()
-        && let Some(stream) = stream_by_subject(link, LAG, source).await?
-    {
+    if stream_info(link, &feed.stream).await?.is_none() {
         // A rung is asked for by its subject.
-        feed.stream = stream;
+        match stream_by_subject(link, LAG, source).await? {
+            Some(stream) => feed.stream = stream,
+            None => return Err(missing(LAG, source)),
+        }
     }
     let Some(info) = consumer_info(link, LAG, &feed.stream, &feed.durable).await? else {
         // It has not begun, and will begin at the oldest.
@@ -57,8 +58,7 @@ pub(super) async fn lag(
 
 async fn of_subjects(link: &Link, stream: &str, filters: &[String]) -> Result<Backlog> {
     let Some(info) = stream_info(link, stream).await? else {
-        let detail = format!("no such stream: {stream}");
-        return Err(Error::new(ErrorKind::NotFound, DEPTH, detail));
+        return Err(missing(DEPTH, stream));
     };
     let messages = if filters.is_empty() {
         info.state.messages
@@ -88,6 +88,14 @@ async fn of_subjects(link: &Link, stream: &str, filters: &[String]) -> Result<Ba
         _ => first_from(link, stream, info.state.first_sequence, filters).await?,
     };
     Ok(Backlog::new(messages, oldest))
+}
+
+fn missing(operation: &'static str, name: &str) -> Error {
+    Error::new(
+        ErrorKind::NotFound,
+        operation,
+        format!("no such stream: {name}"),
+    )
 }
 
 /// The age of the first message from a sequence on.

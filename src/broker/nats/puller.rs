@@ -330,7 +330,7 @@ impl Puller {
             // Not from a consumer: somebody wrote into our inbox.
             Err(_) => return,
         };
-        let (message, _) = message.split();
+        let message = message.message;
         let Some(reply) = message.reply else {
             return;
         };
