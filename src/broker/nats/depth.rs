@@ -8,8 +8,10 @@ use time::OffsetDateTime;
 use tokio::time::timeout;
 
 use super::config::NatsConfig;
+use super::durable::consumer_info;
 use super::link::Link;
-use super::topology::{consumer_info, feed_of, stream_by_subject, stream_info};
+use super::streams::{stream_by_subject, stream_info};
+use super::topology::feed_of;
 use crate::broker::Backlog;
 use crate::error::{Error, ErrorKind, Result};
 
