@@ -87,6 +87,8 @@ fn variables(
         ("RABBITMQ_ENABLED_PLUGINS_FILE", inside("plugins")),
         ("RABBITMQ_CONFIG_FILE", inside("rabbitmq.conf")),
         ("RABBITMQ_ADVANCED_CONFIG_FILE", inside("advanced.config")),
+        // A dump of a node that could not boot would lie in the directory of the tests.
+        ("ERL_CRASH_DUMP_SECONDS", "0".into()),
         // Neither the machine's own settings nor a shell around the virtual machine.
         ("RABBITMQ_CONF_ENV_FILE", inside("none")),
         ("RABBITMQ_ALLOW_INPUT", "1".into()),

@@ -28,6 +28,7 @@ mod local;
 mod names;
 #[path = "../postgres/mod.rs"]
 mod postgres;
+mod proxy;
 #[path = "../rabbitmq/mod.rs"]
 mod rabbitmq;
 mod server;
@@ -38,6 +39,7 @@ pub use error::ServiceError;
 pub use kafka::{Kafka, KafkaOptions};
 pub use names::unique_name;
 pub use postgres::{Postgres, PostgresOptions};
+pub use proxy::Proxy;
 pub use rabbitmq::{RabbitMq, RabbitMqOptions};
 pub use server::Way;
 pub use shared::{shared_kafka, shared_postgres, shared_rabbitmq};
