@@ -21,3 +21,5 @@ pub use subscriber::{
 pub mod kafka;
 #[cfg(feature = "memory")]
 pub mod memory;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;
