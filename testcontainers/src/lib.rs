@@ -2,7 +2,7 @@
 //!
 //! A test asks for a service and gets a running one, or fails with everything that was tried. In this order:
 //!
-//! 1. the address in the environment (`RELAYBOX_POSTGRES_URL`, `RELAYBOX_KAFKA_BROKERS`);
+//! 1. the address in the environment (`RELAYBOX_POSTGRES_URL`, `RELAYBOX_KAFKA_BROKERS`, `RELAYBOX_RABBITMQ_URL`);
 //! 2. a container, where a Docker engine answers (compiled, not proven);
 //! 3. a local process from installed binaries (`testcontainers/install` gets them), with a directory and ports of its
 //!    own, gone when the test process is gone, also after a panic or SIGKILL and from a `static`. Linux only.
@@ -29,6 +29,8 @@ mod names;
 #[path = "../postgres/mod.rs"]
 mod postgres;
 mod proxy;
+#[path = "../rabbitmq/mod.rs"]
+mod rabbitmq;
 mod server;
 mod shared;
 mod supervisor;
@@ -38,5 +40,6 @@ pub use kafka::{Kafka, KafkaOptions};
 pub use names::unique_name;
 pub use postgres::{Postgres, PostgresOptions};
 pub use proxy::Proxy;
+pub use rabbitmq::{RabbitMq, RabbitMqOptions};
 pub use server::Way;
-pub use shared::{shared_kafka, shared_postgres};
+pub use shared::{shared_kafka, shared_postgres, shared_rabbitmq};

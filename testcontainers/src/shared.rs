@@ -5,7 +5,7 @@
 
 use tokio::sync::OnceCell;
 
-use crate::{Kafka, Postgres, ServiceError};
+use crate::{Kafka, Postgres, RabbitMq, ServiceError};
 
 /// The PostgreSQL of this test binary; each test takes a database of its own from it.
 ///
@@ -25,6 +25,16 @@ pub async fn shared_postgres() -> &'static Postgres {
 pub async fn shared_kafka() -> &'static Kafka {
     static SHARED: OnceCell<Result<Kafka, ServiceError>> = OnceCell::const_new();
     or_fail(SHARED.get_or_init(Kafka::start).await)
+}
+
+/// The RabbitMQ of this test binary; each test takes queues and exchanges of its own from it.
+///
+/// # Panics
+///
+/// When no RabbitMQ can be had: the test that asked for one fails.
+pub async fn shared_rabbitmq() -> &'static RabbitMq {
+    static SHARED: OnceCell<Result<RabbitMq, ServiceError>> = OnceCell::const_new();
+    or_fail(SHARED.get_or_init(RabbitMq::start).await)
 }
 
 #[allow(
