@@ -3,11 +3,15 @@
 mod client;
 mod container;
 mod local;
+mod security;
+mod tools;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+
+pub use security::KafkaSecurity;
 
 use crate::ServiceError;
 use crate::server::{Server, Way, blocking, environment, until_ready};
@@ -32,6 +36,7 @@ fn version() -> &'static str {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct KafkaOptions {
     local: bool,
+    secured: bool,
 }
 
 impl KafkaOptions {
@@ -41,6 +46,23 @@ impl KafkaOptions {
         self.local = true;
         self
     }
+
+    /// Listens with passwords and with TLS too; see [`Kafka::security`]. A local process.
+    #[must_use]
+    pub fn with_security(mut self) -> Self {
+        self.local = true;
+        self.secured = true;
+        self
+    }
+}
+
+/// Where a local process listens.
+struct Listeners {
+    plain: u16,
+    controller: u16,
+    /// The port, and the address that clients are told instead.
+    proxy: Option<(u16, String)>,
+    security: Option<security::Ports>,
 }
 
 /// A running Kafka; a server of our own ends when this is dropped or the process ends.
@@ -49,6 +71,7 @@ impl KafkaOptions {
 pub struct Kafka {
     server: Server,
     brokers: String,
+    security: Option<KafkaSecurity>,
 }
 
 impl Kafka {
@@ -88,7 +111,7 @@ impl Kafka {
                 Err(error) => tried.push(format!("container: {error}")),
             }
         }
-        match Self::by_local_process().await {
+        match Self::by_local_process(options).await {
             Ok(kafka) => Ok(kafka),
             Err(error) => {
                 tried.push(format!("local process: {error}"));
@@ -104,6 +127,7 @@ impl Kafka {
         let kafka = Self {
             server: Server::Url,
             brokers,
+            security: None,
         };
         kafka.ready(URL_READY_WITHIN).await?;
         Ok(kafka)
@@ -114,16 +138,27 @@ impl Kafka {
         let kafka = Self {
             server: Server::Container(container),
             brokers,
+            security: None,
         };
         kafka.ready(READY_WITHIN).await?;
         Ok(kafka)
     }
 
-    async fn by_local_process() -> Result<Self, ServiceError> {
-        let (local, brokers) = blocking(SERVICE, "start", local::start).await?;
+    async fn by_local_process(options: KafkaOptions) -> Result<Self, ServiceError> {
+        let [plain, controller, sasl, tls] =
+            local::ports().map_err(|error| ServiceError::failed(SERVICE, "start", error))?;
+        let ports = options.secured.then_some(security::Ports { sasl, tls });
+        let listeners = Listeners {
+            plain,
+            controller,
+            proxy: None,
+            security: ports,
+        };
+        let local = blocking(SERVICE, "start", move || local::start(&listeners)).await?;
         let kafka = Self {
+            brokers: format!("127.0.0.1:{plain}"),
+            security: ports.map(|ports| KafkaSecurity::new(ports, local.directory())),
             server: Server::Local(Arc::new(local)),
-            brokers,
         };
         kafka.ready(READY_WITHIN).await?;
         Ok(kafka)
@@ -156,6 +191,12 @@ impl Kafka {
     #[must_use]
     pub fn brokers(&self) -> String {
         self.brokers.clone()
+    }
+
+    /// What gets a client in by the listeners with passwords and TLS, if it was started with them.
+    #[must_use]
+    pub const fn security(&self) -> Option<&KafkaSecurity> {
+        self.security.as_ref()
     }
 
     /// How this server was had.

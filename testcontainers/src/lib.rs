@@ -33,7 +33,7 @@ mod shared;
 mod supervisor;
 
 pub use error::ServiceError;
-pub use kafka::{Kafka, KafkaOptions};
+pub use kafka::{Kafka, KafkaOptions, KafkaSecurity};
 pub use names::unique_name;
 pub use postgres::{Postgres, PostgresOptions};
 pub use server::Way;
