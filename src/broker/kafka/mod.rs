@@ -13,6 +13,7 @@ mod progress;
 mod properties;
 mod publisher;
 mod record;
+mod settings;
 mod subscriber;
 mod topology;
 
@@ -22,7 +23,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
-pub use config::{KafkaConfig, Partitioner};
+pub use config::{Assignor, KafkaConfig, Partitioner};
 
 use self::control::Control;
 use self::publisher::Sender;
@@ -109,8 +110,13 @@ impl Publisher for Kafka {
 
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
-            let control = &self.0.control;
-            control.all_exist("check", destinations).await.map(drop)
+            let Inner {
+                config, control, ..
+            } = &*self.0;
+            control.all_exist("check", destinations).await?;
+            let bytes_max = config.limits.message_bytes_max;
+            settings::compare(control, destinations, bytes_max).await;
+            Ok(())
         })
     }
 
