@@ -76,8 +76,7 @@ fn watermarks(
 ) -> Result<(i64, i64)> {
     let left = until.saturating_duration_since(Instant::now());
     control
-        .admin
-        .inner()
+        .client()
         .fetch_watermarks(topic, partition, left)
         .map_err(|source| mapped(operation, topic, source))
 }

@@ -65,12 +65,33 @@ const fn verdict(code: Code) -> Verdict {
     }
 }
 
-/// Codes that say something about the connection to the cluster rather than about one request.
-pub(super) const fn is_connection_loss(code: Code) -> bool {
-    matches!(
-        code,
-        Code::AllBrokersDown | Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL
-    )
+/// Why no broker serves a client at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trouble {
+    Unreachable,
+    Authentication,
+    Tls,
+}
+
+impl Trouble {
+    /// In words without any of the client's own, which may hold what a server answered.
+    pub(super) const fn detail(self) -> &'static str {
+        match self {
+            Self::Unreachable => "no broker can be reached",
+            Self::Authentication => "authentication failed: the brokers refuse the credentials",
+            Self::Tls => "no TLS connection could be made",
+        }
+    }
+}
+
+/// What a code says about the connection to the cluster, if it is about that rather than about one request.
+pub(super) const fn trouble(code: Code) -> Option<Trouble> {
+    match code {
+        Code::AllBrokersDown => Some(Trouble::Unreachable),
+        Code::Authentication | Code::SaslAuthenticationFailed => Some(Trouble::Authentication),
+        Code::SSL => Some(Trouble::Tls),
+        _ => None,
+    }
 }
 
 /// The error of one record or one question, with the client's as its source.

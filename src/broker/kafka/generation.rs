@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use rdkafka::producer::{DeliveryFuture, FutureProducer, Producer, PurgeConfig};
 
 use super::context::Context;
-use super::control::create_with;
+use super::control::{create_with, end_aside};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long a confirmation counts; brokers forget a silent producer after `producer.id.expiration.ms` (a day).
@@ -122,13 +122,7 @@ impl Generation {
 /// The end of a producer joins threads and waits for purged records: nothing for an async thread.
 impl Drop for Generation {
     fn drop(&mut self) {
-        let Some(producer) = self.producer.take() else {
-            return;
-        };
-        // Where no thread can be had the closure is dropped here and now, and the producer with it.
-        let _ = std::thread::Builder::new()
-            .name("relaybox-kafka-drop".into())
-            .spawn(move || drop(producer));
+        end_aside(self.producer.take());
     }
 }
 

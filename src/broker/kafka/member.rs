@@ -10,6 +10,7 @@ use rdkafka::error::{KafkaError, KafkaResult};
 use rdkafka::{ClientContext, Offset, TopicPartitionList};
 use time::OffsetDateTime;
 
+use super::config::KafkaConfig;
 use super::context::Context;
 use super::desk::{Desk, Holding, Item};
 use crate::envelope::Received;
@@ -23,6 +24,7 @@ pub(super) struct Member {
     pub(super) desk: Arc<Desk>,
     rungs: HashSet<String>,
     drain_deadline: Duration,
+    is_static: bool,
     slots: Mutex<Slots>,
 }
 
@@ -85,14 +87,20 @@ impl Slots {
 }
 
 impl Member {
-    pub(super) fn new(desk: Arc<Desk>, rungs: HashSet<String>, drain_deadline: Duration) -> Self {
+    pub(super) fn new(desk: Arc<Desk>, rungs: HashSet<String>, config: &KafkaConfig) -> Self {
         Self {
             context: Context::default(),
             desk,
             rungs,
-            drain_deadline,
+            drain_deadline: config.drain_deadline,
+            is_static: config.instance_id.is_some(),
             slots: Mutex::default(),
         }
+    }
+
+    /// Whether the group keeps this member's partitions for it while it is away.
+    pub(super) const fn is_static(&self) -> bool {
+        self.is_static
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {

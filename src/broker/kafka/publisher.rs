@@ -308,7 +308,7 @@ impl Sender {
         connected: &mut bool,
     ) {
         self.generations.retire(&generation);
-        *connected = !generation.context.is_down();
+        *connected = generation.context.trouble().is_none();
         let unanswered = batch.take_unanswered();
         if unanswered.is_empty() {
             return;

@@ -53,7 +53,7 @@ pub(super) async fn subscribe(
         .collect();
     let topics: Vec<&str> = topics.into_iter().collect();
     let desk = Desk::new(request.in_flight_max);
-    let member = Member::new(Arc::clone(&desk), rungs.clone(), config.drain_deadline);
+    let member = Member::new(Arc::clone(&desk), rungs.clone(), config);
     let consumer: BaseConsumer<Member> = create_with(&config.consumer(&request.consumer), member)?;
     let started = consumer
         .subscribe(&topics)
@@ -241,6 +241,13 @@ fn commit_and_leave(consumer: &BaseConsumer<Member>, desk: &Desk) -> Result<()> 
             // read again by the next owner.
             Err(_) => drop(consumer.poll(SHORT_TURN)),
         }
+    }
+    // A static member keeps its partitions: to unsubscribe would give them away.
+    if member.is_static() {
+        return match committed {
+            true => Ok(()),
+            false => Err(not_in_time(by.saturating_duration_since(started))),
+        };
     }
     consumer.unsubscribe();
     while !member.is_empty() && Instant::now() < by {

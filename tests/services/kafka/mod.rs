@@ -2,6 +2,7 @@
 
 mod consuming;
 mod publishing;
+mod security;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
