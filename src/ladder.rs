@@ -85,6 +85,7 @@ impl Ladder {
             .map(|&delay| Rung {
                 destination: self.destination(topic, consumer, delay),
                 delay,
+                source: topic.to_owned(),
             })
             .collect()
     }

@@ -91,7 +91,9 @@ pub mod ladder;
 pub mod outbox;
 pub mod relay;
 
-// For tests of programs that use relaybox
+// For tests: of adapters, and of programs that use relaybox
+#[cfg(feature = "conformance")]
+pub mod conformance;
 #[cfg(feature = "testing")]
 pub mod testing;
 

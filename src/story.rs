@@ -12,7 +12,7 @@ pub const ERROR_BYTES_MAX: usize = 1_024;
 /// Where a message first came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// Topic, exchange/routing key or subject.
+    /// Topic, `exchange/routing key` or subject.
     pub topic: String,
     /// Partition, queue or stream.
     pub partition: Option<String>,

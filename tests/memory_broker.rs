@@ -7,8 +7,6 @@
     reason = "tests fail by panicking"
 )]
 
-mod broker_contract;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,17 +18,19 @@ use relaybox::broker::{
 };
 use relaybox::{ErrorKind, Message};
 
-use broker_contract::{
-    Fixture, fresh, numbered, numbers, publish, publish_all, receive_count, within,
+use futures_util::future::BoxFuture;
+use relaybox::conformance::{
+    Fixture, Line, fresh, numbered, numbers, publish, publish_all, receive_count, within,
 };
+use relaybox::testing::FaultyPublisher;
 
 struct Memory(MemoryBroker);
 
 impl Fixture for Memory {
-    async fn topic(&self, partitions: usize) -> String {
+    fn topic(&self, partitions: usize) -> BoxFuture<'_, String> {
         let name = fresh("topic");
         self.0.create_topic(&name, partitions).unwrap();
-        name
+        Box::pin(async { name })
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {
@@ -40,9 +40,87 @@ impl Fixture for Memory {
     fn subscriber(&self) -> Arc<dyn Subscriber> {
         Arc::new(self.0.clone())
     }
+
+    fn line(&self) -> Option<Arc<dyn Line>> {
+        Some(Arc::new(Self(self.0.clone())))
+    }
 }
 
-broker_contract::broker_contract!(Memory(MemoryBroker::new()));
+/// In memory a line is broken or not; silence is what a broken one is.
+impl Line for Memory {
+    fn pass(&self) -> BoxFuture<'_, ()> {
+        self.0.set_available(true);
+        Box::pin(async {})
+    }
+
+    fn cut(&self) -> BoxFuture<'_, ()> {
+        self.0.set_available(false);
+        Box::pin(async {})
+    }
+
+    fn silence(&self) -> BoxFuture<'_, ()> {
+        self.cut()
+    }
+}
+
+mod directly {
+    use super::*;
+    relaybox::broker_tests!(Memory(MemoryBroker::new()));
+}
+
+/// The contracts behind pointers: an adapter chosen at run time.
+mod behind_dyn {
+    use super::*;
+
+    struct Behind(Memory);
+
+    impl Fixture for Behind {
+        fn topic(&self, partitions: usize) -> BoxFuture<'_, String> {
+            self.0.topic(partitions)
+        }
+
+        fn publisher(&self) -> Arc<dyn Publisher> {
+            Arc::new(self.0.publisher())
+        }
+
+        fn subscriber(&self) -> Arc<dyn Subscriber> {
+            Arc::new(self.0.subscriber())
+        }
+
+        fn line(&self) -> Option<Arc<dyn Line>> {
+            self.0.line()
+        }
+    }
+
+    relaybox::broker_tests!(Behind(Memory(MemoryBroker::new())));
+}
+
+/// The wrapper that fails on command, told nothing.
+mod behind_a_wrapper {
+    use super::*;
+
+    struct Wrapped(Memory);
+
+    impl Fixture for Wrapped {
+        fn topic(&self, partitions: usize) -> BoxFuture<'_, String> {
+            self.0.topic(partitions)
+        }
+
+        fn publisher(&self) -> Arc<dyn Publisher> {
+            Arc::new(FaultyPublisher::new(self.0.0.clone()))
+        }
+
+        fn subscriber(&self) -> Arc<dyn Subscriber> {
+            self.0.subscriber()
+        }
+
+        fn line(&self) -> Option<Arc<dyn Line>> {
+            self.0.line()
+        }
+    }
+
+    relaybox::broker_tests!(Wrapped(Memory(MemoryBroker::new())));
+}
 
 fn broker_with(topic: &str, partitions: usize) -> MemoryBroker {
     let broker = MemoryBroker::new();
@@ -271,7 +349,7 @@ mod on_a_manual_clock {
 
     async fn acknowledge_all(deliveries: Vec<relaybox::broker::Delivery>) {
         for delivery in deliveries {
-            broker_contract::acknowledge(delivery).await;
+            relaybox::conformance::acknowledge(delivery).await;
         }
     }
 
@@ -282,6 +360,7 @@ mod on_a_manual_clock {
         request.rungs = vec![Rung {
             destination: "rung".into(),
             delay: Duration::from_secs(60),
+            source: "orders".into(),
         }];
         let mut subscription = broker.subscribe(request).await.unwrap();
         let due_in = |seconds, n| Outgoing {
@@ -374,7 +453,7 @@ async fn nothing_is_lost_while_members_come_and_go() {
                         deliveries
                             .iter()
                             .filter(|delivery| !delivery.redelivered)
-                            .map(broker_contract::number),
+                            .map(relaybox::conformance::number),
                     );
                     held.extend(deliveries);
                 }

@@ -75,6 +75,10 @@ impl Publisher for Milestones {
         published
     }
 
+    fn health(&self) -> relaybox::broker::Health {
+        self.inner.health()
+    }
+
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
         self.inner.check(destinations)
     }

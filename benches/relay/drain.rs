@@ -105,6 +105,10 @@ impl Publisher for Noop {
         Box::pin(std::future::ready(outcomes))
     }
 
+    fn health(&self) -> relaybox::broker::Health {
+        relaybox::broker::Health::up()
+    }
+
     fn check<'a>(&'a self, _: &'a [String]) -> BoxFuture<'a, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }

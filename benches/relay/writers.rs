@@ -162,8 +162,12 @@ impl<P: Publisher> Publisher for Watched<P> {
         })
     }
 
-    fn scope<'a>(&self, destination: &'a str) -> &'a str {
+    fn scope<'a>(&'a self, destination: &'a str) -> &'a str {
         self.inner.scope(destination)
+    }
+
+    fn health(&self) -> relaybox::broker::Health {
+        self.inner.health()
     }
 
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {

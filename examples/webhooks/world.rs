@@ -107,7 +107,7 @@ impl World {
             return Ok(false);
         }
         for topic in std::iter::once(self.topic.clone()).chain(self.rungs()) {
-            if self.kafka.lag(CONSUMER, &topic).await? > 0 {
+            if self.kafka.lag(CONSUMER, &topic).await?.messages > 0 {
                 return Ok(false);
             }
         }
@@ -117,7 +117,7 @@ impl World {
     /// Records on a topic; none while the consumer has not made it yet.
     pub async fn depth(&self, topic: &str) -> Anyhow<u64> {
         match self.kafka.depth(topic).await {
-            Ok(depth) => Ok(depth),
+            Ok(depth) => Ok(depth.messages),
             Err(error) if error.kind() == relaybox::ErrorKind::NotFound => Ok(0),
             Err(error) => Err(error.into()),
         }

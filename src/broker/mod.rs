@@ -3,9 +3,11 @@
 //! Engines know only [`Publisher`], [`Subscriber`] and [`Delivery`]. An adapter implements them and promises every
 //! sentence of their documentation; nothing else passes between the two.
 
+mod health;
 mod publisher;
 mod subscriber;
 
+pub use health::{Backlog, ConnectionState, Health};
 pub use publisher::{
     FailureScope, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, RejectionScope,
     Stored,

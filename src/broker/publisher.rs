@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
+use super::Health;
 use crate::envelope::Outgoing;
 use crate::error::{Error, Result};
 use crate::message::{Limits, Message};
@@ -37,9 +38,12 @@ pub trait Publisher: Send + Sync + 'static {
     /// What orders together with this destination: the topic, exchange or stream it belongs to.
     ///
     /// The relay publishes different scopes side by side. Defaults to the destination itself.
-    fn scope<'a>(&self, destination: &'a str) -> &'a str {
+    fn scope<'a>(&'a self, destination: &'a str) -> &'a str {
         destination
     }
+
+    /// How it stands with the broker. Asks nobody and never waits.
+    fn health(&self) -> Health;
 
     /// Checks that each destination exists, so that a missing one is found at start and not at the first failure.
     ///
@@ -65,8 +69,12 @@ impl<P: Publisher + ?Sized> Publisher for Arc<P> {
         (**self).publish(batch)
     }
 
-    fn scope<'a>(&self, destination: &'a str) -> &'a str {
+    fn scope<'a>(&'a self, destination: &'a str) -> &'a str {
         (**self).scope(destination)
+    }
+
+    fn health(&self) -> Health {
+        (**self).health()
     }
 
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
+use super::{Backlog, Health};
 use crate::envelope::Incoming;
 use crate::error::Result;
 use crate::story::Origin;
@@ -26,6 +27,23 @@ pub trait Subscriber: Send + Sync + 'static {
         &self,
         request: SubscriptionRequest,
     ) -> BoxFuture<'_, Result<Box<dyn Subscription>>>;
+
+    /// Whether all messages of one key of this source go to one member of a consumer at a time.
+    fn key_affinity(&self, source: &str) -> bool;
+
+    /// How much is stored at a destination and not yet gone: for a log what it holds, for a queue what it has to give.
+    ///
+    /// # Errors
+    /// [`NotFound`](crate::ErrorKind::NotFound) when it does not exist;
+    /// [`Unavailable`](crate::ErrorKind::Unavailable) when the broker does not answer, within seconds.
+    fn depth<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<Backlog>>;
+
+    /// How much of a source or rung a consumer has not settled, as far as the broker knows; settlements on their way are
+    /// counted in. An upper bound where the broker counts in positions.
+    ///
+    /// # Errors
+    /// As [`depth`](Self::depth).
+    fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>>;
 }
 
 impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
@@ -39,6 +57,18 @@ impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
     ) -> BoxFuture<'_, Result<Box<dyn Subscription>>> {
         (**self).subscribe(request)
     }
+
+    fn key_affinity(&self, source: &str) -> bool {
+        (**self).key_affinity(source)
+    }
+
+    fn depth<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<Backlog>> {
+        (**self).depth(destination)
+    }
+
+    fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
+        (**self).lag(consumer, source)
+    }
 }
 
 /// What a subscriber can do, as data.
@@ -47,20 +77,21 @@ impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
 pub struct SubscriberCapabilities {
     /// Name of the product, for logs and errors.
     pub name: &'static str,
-    /// Whether all messages of one key go to one member of the consumer at a time.
-    pub key_affinity: bool,
     /// Whether the broker says that a delivery may have been seen before.
     pub marks_redelivery: bool,
+    /// Whether several consumers of one source each get every message. Otherwise each message goes to one of them, and a
+    /// consumer needs a source of its own.
+    pub fan_out: bool,
 }
 
 impl SubscriberCapabilities {
-    /// A subscriber without key affinity that does not mark redeliveries.
+    /// A subscriber that does not mark redeliveries and gives every consumer everything.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self {
             name,
-            key_affinity: false,
             marks_redelivery: false,
+            fan_out: true,
         }
     }
 }
@@ -104,9 +135,12 @@ pub struct Rung {
     pub destination: String,
     /// How long it waits there.
     pub delay: Duration,
+    /// The source that it came from, and comes back to where the broker moves what is due by itself. Several sources may
+    /// share a rung, each with an entry of its own.
+    pub source: String,
 }
 
-/// What to do about rungs and the dead letter destination before subscribing. Sources are always only verified.
+/// What to do about rungs and the dead letter destination before subscribing. Sources are never made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TopologyMode {
     /// Create what is missing, then verify.
@@ -114,6 +148,9 @@ pub enum TopologyMode {
     Create,
     /// Fail when something is missing or different.
     Verify,
+    /// Make nothing and ask nothing, not even for the sources: for a user who may neither. What is missing shows later, as
+    /// errors of `receive` and refusals of copies.
+    Unchecked,
 }
 
 /// A running subscription: a member of a consumer.
@@ -137,6 +174,9 @@ pub trait Subscription: Send {
     /// A transient error is a report: the caller goes on calling. Any other ends the subscription.
     fn receive(&mut self, count_max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>>;
 
+    /// How it stands with the broker. Asks nobody and never waits.
+    fn health(&self) -> Health;
+
     /// Makes settlements durable and leaves, at most until `deadline` has passed; what is unsettled then is
     /// delivered again to somebody.
     ///
@@ -149,7 +189,9 @@ pub trait Subscription: Send {
 pub struct Delivery {
     /// The message, its story, and whether its id is missing.
     pub incoming: Incoming,
-    /// Where it was received from: the source or a rung.
+    /// The source or rung that it came through, by the name in the request.
+    pub source: String,
+    /// The broker's own name of its place.
     pub coordinates: Origin,
     /// Whether the broker says that it may have been delivered before.
     pub redelivered: bool,
@@ -161,6 +203,7 @@ impl fmt::Debug for Delivery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Delivery")
             .field("incoming", &self.incoming)
+            .field("source", &self.source)
             .field("coordinates", &self.coordinates)
             .field("redelivered", &self.redelivered)
             .finish_non_exhaustive()

@@ -73,11 +73,12 @@ where
     ) {
         let Delivery {
             incoming,
+            source,
             coordinates,
             receipt,
             ..
         } = delivery;
-        let Some((incoming, topic, origin)) = self.locate(incoming, coordinates) else {
+        let Some((incoming, topic, origin)) = self.locate(incoming, &source, coordinates) else {
             debug!(
                 consumer = self.name,
                 "copy on a shared rung belongs to another consumer"
@@ -149,10 +150,18 @@ where
 
     /// Whose and from where a message is: its story as far as it is ours, its source, and its origin. `None` for a copy
     /// of another consumer on a rung that several share.
-    fn locate(&self, mut incoming: Incoming, place: Origin) -> Option<(Incoming, String, Origin)> {
+    fn locate(
+        &self,
+        mut incoming: Incoming,
+        source: &str,
+        place: Origin,
+    ) -> Option<(Incoming, String, Origin)> {
         let ours = incoming.story.consumer.as_deref() == Some(&*self.name);
-        let topic = self.homes.source_of(&incoming.story, &place);
-        if !self.homes.is_source(&place.topic) {
+        let home = self
+            .homes
+            .home(source, incoming.story.origin.as_ref().filter(|_| ours));
+        let topic = home.to_owned();
+        if !self.homes.is_source(source) {
             if !ours && incoming.story.consumer.is_some() {
                 return None;
             }
@@ -301,19 +310,26 @@ impl Homes {
         }
     }
 
-    fn is_source(&self, topic: &str) -> bool {
-        self.sources.iter().any(|source| source == topic)
+    fn is_source(&self, name: &str) -> bool {
+        self.sources.iter().any(|source| source == name)
     }
 
-    fn source_of(&self, story: &Story, coordinates: &Origin) -> String {
-        let told = story.origin.as_ref().map(|origin| &origin.topic);
-        if self.is_source(&coordinates.topic) {
-            &coordinates.topic
-        } else {
-            told.filter(|topic| self.is_source(topic))
-                .or_else(|| self.rungs.get(&coordinates.topic))
-                .unwrap_or(&coordinates.topic)
-        }
-        .clone()
+    /// The source of what came through `source`, which may be a rung. A copy of ours tells where it first came from; that
+    /// counts as far as it is one of our sources, and decides where several share a rung.
+    fn home<'a>(&'a self, source: &'a str, origin: Option<&'a Origin>) -> &'a str {
+        let told = origin
+            .into_iter()
+            .flat_map(|origin| [Some(&origin.topic), origin.partition.as_ref()])
+            .flatten()
+            .find(|name| self.is_source(name));
+        told.map_or_else(
+            || {
+                self.rungs
+                    .get(source)
+                    .filter(|_| !self.is_source(source))
+                    .map_or(source, String::as_str)
+            },
+            String::as_str,
+        )
     }
 }

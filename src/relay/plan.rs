@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use bytes::Bytes;
 
-use crate::broker::PublisherOrder;
+use crate::broker::{Publisher, PublisherOrder};
 use crate::envelope::Outgoing;
 use crate::store::{PendingMessage, Place};
 
@@ -18,17 +18,34 @@ pub(super) struct Group {
     pub(super) messages: Vec<Outgoing>,
 }
 
+/// What tells the scope of a destination: a publisher, or in tests a function. A trait, because the name may be the
+/// publisher's own as well as a part of the destination's.
+pub(super) trait Scopes {
+    fn scope_of<'a>(&'a self, destination: &'a str) -> &'a str;
+}
+
+impl<F: for<'d> Fn(&'d str) -> &'d str> Scopes for F {
+    fn scope_of<'a>(&'a self, destination: &'a str) -> &'a str {
+        self(destination)
+    }
+}
+
+pub(super) struct ScopesOf<'p, P>(pub(super) &'p P);
+
+impl<P: Publisher> Scopes for ScopesOf<'_, P> {
+    fn scope_of<'a>(&'a self, destination: &'a str) -> &'a str {
+        self.0.scope(destination)
+    }
+}
+
 /// Splits a page into groups by scope, each in page order.
-pub(super) fn groups(
-    rows: Vec<PendingMessage>,
-    scope: impl for<'d> Fn(&'d str) -> &'d str,
-) -> Vec<Group> {
+pub(super) fn groups(rows: Vec<PendingMessage>, scopes: &impl Scopes) -> Vec<Group> {
     let mut index: HashMap<String, usize> = HashMap::new();
     let mut groups: Vec<Group> = Vec::new();
     // Room for all of them, since most pages go to one scope.
     let mut room = rows.len();
     for row in rows {
-        let scope = scope(&row.message.destination);
+        let scope = scopes.scope_of(&row.message.destination);
         let at = index.get(scope).copied().unwrap_or_else(|| {
             index.insert(scope.to_owned(), groups.len());
             groups.push(Group {
@@ -111,6 +128,14 @@ mod tests {
         }
     }
 
+    fn first_letter(destination: &str) -> &str {
+        &destination[..1]
+    }
+
+    fn itself(destination: &str) -> &str {
+        destination
+    }
+
     #[test]
     fn groups_keep_order_within_a_scope() {
         let rows = vec![
@@ -118,7 +143,7 @@ mod tests {
             row(2, "b/x", None),
             row(3, "a/y", None),
         ];
-        let scoped = groups(rows, |destination| &destination[..1]).into_iter();
+        let scoped = groups(rows, &first_letter).into_iter();
         let scoped: Vec<_> = scoped.map(|group| (group.scope, group.places)).collect();
         let place = |position| Place::pending(0, position);
         let a = ("a".to_owned(), vec![place(1), place(3)]);
@@ -136,7 +161,7 @@ mod tests {
             row(6, "t", Some("j")),
             row(7, "t", None),
         ];
-        let group = groups(rows, |destination| destination).remove(0);
+        let group = groups(rows, &itself).remove(0);
         let mut waves = Waves::new(&group);
         assert_eq!(waves.next(&group), [0, 1, 3, 6]);
         waves.stop(Some(&Bytes::from_static(b"j")));

@@ -9,6 +9,7 @@ use crate::story::Reason;
 
 use super::config::DeadHead;
 use super::destinations::reason;
+use super::plan::Scopes;
 
 /// A page, sorted.
 #[derive(Debug, Default)]
@@ -29,7 +30,7 @@ pub(super) struct Triage {
 pub(super) fn triage<'s>(
     rows: Vec<PendingMessage>,
     dead_head: DeadHead,
-    scope: impl for<'d> Fn(&'d str) -> &'d str,
+    scopes: &impl Scopes,
     mut admit: impl FnMut(&str, &str, bool) -> Result<(), &'s str>,
 ) -> Triage {
     let mut sorted = Triage::default();
@@ -40,7 +41,7 @@ pub(super) fn triage<'s>(
             message,
             ahead,
         } = &row;
-        let scope = scope(&message.destination);
+        let scope = scopes.scope_of(&message.destination);
         let line = message
             .key
             .as_ref()
@@ -146,12 +147,15 @@ mod tests {
         dead_head: DeadHead,
         closed: &[&str],
     ) -> (Vec<i64>, Vec<(i64, &'static str, String)>) {
-        let scope =
-            |destination: &str| -> usize { destination.find('.').unwrap_or(destination.len()) };
+        fn until_the_dot(destination: &str) -> &str {
+            destination
+                .split_once('.')
+                .map_or(destination, |(scope, _)| scope)
+        }
         let triage = triage(
             rows,
             dead_head,
-            |destination| &destination[..scope(destination)],
+            &until_the_dot,
             |destination, _, _| match closed.contains(&destination) {
                 true => Err(reason::CLOSED),
                 false => Ok(()),

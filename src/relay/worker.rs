@@ -23,7 +23,7 @@ use super::held::{Claim, Held};
 use super::judge::{Judge, parked};
 use super::late::{Landed, Late};
 use super::pace::IdlePoll;
-use super::plan::{Group, groups};
+use super::plan::{Group, ScopesOf, groups};
 use super::publish::{Outcomes, publish};
 use super::status::Reporter;
 use super::triage::{Triage, put_off, triage};
@@ -174,7 +174,7 @@ impl Worker {
             let aside = parked("unreadable", &error, "");
             verdicts.push((place, Verdict::SetAside(aside)));
         }
-        let groups = groups(send, |destination| self.publisher.scope(destination));
+        let groups = groups(send, &ScopesOf(&self.publisher));
         let (order, patience) = (self.config.order, self.config.patience);
         let (finished, unfinished) = publish(&self.publisher, groups, order, patience).await;
         for publishing in unfinished {
@@ -210,7 +210,7 @@ impl Worker {
         triage(
             rows,
             self.config.dead_head,
-            |destination| self.publisher.scope(destination),
+            &ScopesOf(&self.publisher),
             |destination, scope, wanted| gate.admit(destination, scope, wanted),
         )
     }

@@ -233,8 +233,12 @@ impl<P: Publisher> Publisher for FaultyPublisher<P> {
         })
     }
 
-    fn scope<'a>(&self, destination: &'a str) -> &'a str {
+    fn scope<'a>(&'a self, destination: &'a str) -> &'a str {
         self.inner.scope(destination)
+    }
+
+    fn health(&self) -> crate::broker::Health {
+        self.inner.health()
     }
 
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {

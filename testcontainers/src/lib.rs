@@ -28,6 +28,7 @@ mod local;
 mod names;
 #[path = "../postgres/mod.rs"]
 mod postgres;
+mod proxy;
 mod server;
 mod shared;
 mod supervisor;
@@ -36,5 +37,6 @@ pub use error::ServiceError;
 pub use kafka::{Kafka, KafkaOptions, KafkaSecurity};
 pub use names::unique_name;
 pub use postgres::{Postgres, PostgresOptions};
+pub use proxy::Proxy;
 pub use server::Way;
 pub use shared::{shared_kafka, shared_postgres};

@@ -20,41 +20,10 @@ use relaybox::{Error, ErrorKind, Message, Result};
 
 use futures_util::future::BoxFuture;
 
+use super::hanging::Hanging;
 use super::support::{
     Altered, DEADLINE, House, Running, brisk, impatient, names, numbered, refused, to,
 };
-
-/// A publisher that gives no answer for one destination until released.
-struct Hanging<P> {
-    inner: P,
-    destination: &'static str,
-    reached: Signal,
-    release: Signal,
-}
-
-impl<P: Publisher> Publisher for Hanging<P> {
-    fn capabilities(&self) -> PublisherCapabilities {
-        self.inner.capabilities()
-    }
-
-    fn publish<'a>(&'a self, batch: &'a [Outgoing]) -> BoxFuture<'a, Vec<PublishOutcome>> {
-        Box::pin(async move {
-            if batch[0].message.destination == self.destination {
-                self.reached.set();
-                self.release.wait().await;
-            }
-            self.inner.publish(batch).await
-        })
-    }
-
-    fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
-        self.inner.check(destinations)
-    }
-
-    fn close(&self, deadline: Duration) -> BoxFuture<'_, Result<()>> {
-        self.inner.close(deadline)
-    }
-}
 
 /// A house with a second topic whose publishes hang, and the signals to that.
 async fn hanging(
@@ -203,12 +172,16 @@ async fn a_key_keeps_its_order_over_all_destinations_of_a_scope() {
             capabilities.order = PublisherOrder::Gap;
             capabilities
         }
-        fn scope<'a>(&self, destination: &'a str) -> &'a str {
+        fn scope<'a>(&'a self, destination: &'a str) -> &'a str {
             destination.split('.').next().unwrap_or(destination)
         }
         fn publish<'a>(&'a self, batch: &'a [Outgoing]) -> BoxFuture<'a, Vec<PublishOutcome>> {
             self.0.publish(batch)
         }
+        fn health(&self) -> relaybox::broker::Health {
+            self.0.health()
+        }
+
         fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
             self.0.check(destinations)
         }
@@ -429,6 +402,10 @@ async fn a_destination_in_trouble_is_tried_with_one_message_at_a_time() {
             let outcomes = batch.iter().map(failed).collect();
             Box::pin(async { outcomes })
         }
+        fn health(&self) -> relaybox::broker::Health {
+            self.inner.health()
+        }
+
         fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
             self.inner.check(destinations)
         }

@@ -14,6 +14,7 @@ mod consuming;
 mod dead_heads;
 mod destinations;
 mod failing;
+mod hanging;
 mod model;
 mod relaying;
 mod sharing;

@@ -323,6 +323,10 @@ impl<P: Publisher> Publisher for Altered<P> {
         })
     }
 
+    fn health(&self) -> relaybox::broker::Health {
+        self.inner.health()
+    }
+
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
         self.inner.check(destinations)
     }

@@ -12,6 +12,7 @@ use std::time::Duration;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::message::{Headers, Message};
 use rdkafka::{ClientConfig, Offset, TopicPartitionList};
+use relaybox::broker::Subscriber;
 use relaybox::broker::kafka::KafkaConfig;
 use relaybox::testing::eventually;
 use relaybox_testcontainers::{Kafka, Postgres, shared_kafka, shared_postgres, unique_name};
@@ -190,7 +191,7 @@ impl Story {
         eventually(DEADLINE, "every message came to its end", || async {
             let mut left = self.unsent().await;
             for topic in &topics {
-                left += kafka.lag("index", topic).await.unwrap();
+                left += kafka.lag("index", topic).await.unwrap().messages;
             }
             left == 0
         })

@@ -6,7 +6,8 @@ use relaybox::broker::kafka::{Kafka, KafkaConfig};
 use relaybox::broker::{Publisher, Subscriber};
 use relaybox_testcontainers::shared_kafka;
 
-use crate::broker_contract::Fixture;
+use futures_util::future::BoxFuture;
+use relaybox::conformance::Fixture;
 
 struct Broker(Kafka);
 
@@ -18,10 +19,12 @@ impl Broker {
 }
 
 impl Fixture for Broker {
-    async fn topic(&self, partitions: usize) -> String {
-        let partitions = partitions.try_into().unwrap();
-        let kafka = shared_kafka().await;
-        kafka.create_topic("contract", partitions).await.unwrap()
+    fn topic(&self, partitions: usize) -> BoxFuture<'_, String> {
+        Box::pin(async move {
+            let partitions = partitions.try_into().unwrap();
+            let kafka = shared_kafka().await;
+            kafka.create_topic("contract", partitions).await.unwrap()
+        })
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {
@@ -33,4 +36,4 @@ impl Fixture for Broker {
     }
 }
 
-crate::broker_contract::broker_contract!(Broker::new().await);
+relaybox::broker_tests!(Broker::new().await);

@@ -7,8 +7,6 @@
     reason = "tests fail by panicking"
 )]
 
-#[path = "../broker_contract/mod.rs"]
-mod broker_contract;
 #[path = "../relay_process/ledger.rs"]
 mod ledger;
 #[path = "../relay_model/mod.rs"]

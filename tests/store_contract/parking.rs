@@ -32,6 +32,10 @@ impl Publisher for Refusing {
         Box::pin(async move { batch.iter().map(refusal).collect() })
     }
 
+    fn health(&self) -> relaybox::broker::Health {
+        relaybox::broker::Health::up()
+    }
+
     fn check<'a>(&'a self, _: &'a [String]) -> BoxFuture<'a, Result<()>> {
         Box::pin(async { Ok(()) })
     }

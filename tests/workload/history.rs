@@ -113,7 +113,7 @@ impl Left {
         let aside = count("SELECT count(*) FROM bank.relaybox_outbox_aside").await?;
         let mut lag = 0;
         for topic in std::iter::once(TOPIC.to_owned()).chain(world::rungs()) {
-            lag += kafka.lag(CONSUMER, &topic).await?;
+            lag += kafka.lag(CONSUMER, &topic).await?.messages;
         }
         Ok(Self { outbox, aside, lag })
     }
@@ -260,7 +260,7 @@ fn dead(letter: Incoming) -> Dead {
 async fn topic(kafka: &Kafka, name: &str) -> Anyhow<BTreeMap<(i32, i64), Incoming>> {
     let mut records = BTreeMap::new();
     let depth = match kafka.depth(name).await {
-        Ok(depth) => usize::try_from(depth)?,
+        Ok(depth) => usize::try_from(depth.messages)?,
         Err(error) if error.kind() == ErrorKind::NotFound => 0,
         Err(error) => return Err(error.into()),
     };

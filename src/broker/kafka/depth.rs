@@ -9,11 +9,12 @@ use rdkafka::{Offset, TopicPartitionList};
 use super::config::KafkaConfig;
 use super::control::{Control, blocking, create_with};
 use super::error::mapped;
+use crate::broker::Backlog;
 use crate::error::Result;
 
 /// Offsets between the oldest and the newest record of all partitions. Transaction markers and compacted records
 /// count.
-pub(super) async fn depth(control: &Arc<Control>, topic: &str) -> Result<u64> {
+pub(super) async fn depth(control: &Arc<Control>, topic: &str) -> Result<Backlog> {
     let found = control.all_exist("depth", &[topic.to_owned()]).await?;
     let partitions = partitions(found.first().map_or(0, |topic| topic.partitions));
     let (control, topic) = (Arc::clone(control), topic.to_owned());
@@ -24,7 +25,7 @@ pub(super) async fn depth(control: &Arc<Control>, topic: &str) -> Result<u64> {
             let (low, high) = watermarks(&control, "depth", &topic, partition, until)?;
             depth += between(low, high);
         }
-        Ok(depth)
+        Ok(Backlog::new(depth, None))
     })
     .await
 }
@@ -35,7 +36,7 @@ pub(super) async fn lag(
     control: &Arc<Control>,
     consumer: &str,
     topic: &str,
-) -> Result<u64> {
+) -> Result<Backlog> {
     let found = control.all_exist("lag", &[topic.to_owned()]).await?;
     let partitions = partitions(found.first().map_or(0, |topic| topic.partitions));
     // Never subscribed: it only asks what its group has committed.
@@ -58,7 +59,7 @@ pub(super) async fn lag(
                 _ => between(low, high),
             };
         }
-        Ok(lag)
+        Ok(Backlog::new(lag, None))
     })
     .await
 }

@@ -275,6 +275,7 @@ impl Desk {
     fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
         Delivery {
             incoming: item.incoming.clone(),
+            source: item.coordinates.topic.clone(),
             coordinates: item.coordinates.clone(),
             redelivered: item.redelivered,
             receipt: Box::new(Ticket {

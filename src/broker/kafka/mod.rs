@@ -28,7 +28,7 @@ pub use config::{Assignor, KafkaConfig, Partitioner};
 use self::control::Control;
 use self::publisher::Sender;
 use super::{
-    PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
+    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
     SubscriberCapabilities, Subscription, SubscriptionRequest,
 };
 use crate::envelope::Outgoing;
@@ -69,23 +69,6 @@ impl Kafka {
     pub async fn create_topic(&self, name: &str, partitions: u16) -> Result<()> {
         topology::make_source(&self.0.control, name, partitions).await
     }
-
-    /// How many records a topic holds, counted in offsets: an upper bound where it is compacted or transactional.
-    ///
-    /// # Errors
-    /// [`NotFound`](crate::ErrorKind::NotFound) when there is no such topic; otherwise why the broker did not tell.
-    pub async fn depth(&self, topic: &str) -> Result<u64> {
-        depth::depth(&self.0.control, topic).await
-    }
-
-    /// How many records of a topic a consumer has not settled yet, as far as its commits tell; counted as
-    /// [`depth`](Self::depth).
-    ///
-    /// # Errors
-    /// As [`depth`](Self::depth).
-    pub async fn lag(&self, consumer: &str, topic: &str) -> Result<u64> {
-        depth::lag(&self.0.config, &self.0.control, consumer, topic).await
-    }
 }
 
 impl fmt::Debug for Kafka {
@@ -108,6 +91,10 @@ impl Publisher for Kafka {
         Box::pin(self.0.sender.publish(batch))
     }
 
+    fn health(&self) -> Health {
+        Health::up()
+    }
+
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             let Inner {
@@ -127,9 +114,7 @@ impl Publisher for Kafka {
 
 impl Subscriber for Kafka {
     fn capabilities(&self) -> SubscriberCapabilities {
-        let mut capabilities = SubscriberCapabilities::new("kafka");
-        capabilities.key_affinity = true;
-        capabilities
+        SubscriberCapabilities::new("kafka")
     }
 
     fn subscribe(
@@ -140,5 +125,22 @@ impl Subscriber for Kafka {
             config, control, ..
         } = &*self.0;
         Box::pin(subscriber::subscribe(config, control, request))
+    }
+
+    fn key_affinity(&self, _source: &str) -> bool {
+        true
+    }
+
+    /// Counted in offsets: an upper bound where the topic is compacted or written by transactions.
+    fn depth<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<Backlog>> {
+        Box::pin(depth::depth(&self.0.control, destination))
+    }
+
+    /// As far as its commits tell; counted as [`depth`](Self::depth).
+    fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
+        let Inner {
+            config, control, ..
+        } = &*self.0;
+        Box::pin(depth::lag(config, control, consumer, source))
     }
 }

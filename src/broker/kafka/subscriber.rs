@@ -16,7 +16,7 @@ use super::desk::Desk;
 use super::error::mapped;
 use super::member::Member;
 use super::{record, topology};
-use crate::broker::{Delivery, Subscription, SubscriptionRequest};
+use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Longest sleep of the polling thread: how late a due message or a wish to close is noticed.
@@ -79,6 +79,10 @@ pub(super) async fn subscribe(
 impl Subscription for Membership {
     fn receive(&mut self, count_max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
         Box::pin(self.desk.receive(count_max))
+    }
+
+    fn health(&self) -> Health {
+        Health::up()
     }
 
     fn close(mut self: Box<Self>, deadline: Duration) -> BoxFuture<'static, Result<()>> {

@@ -33,6 +33,9 @@ pub(super) async fn prepare(
     request: &SubscriptionRequest,
 ) -> Result<()> {
     check(request)?;
+    if request.topology == TopologyMode::Unchecked {
+        return Ok(());
+    }
     let own: Vec<Own> = own(request);
     let names: Vec<String> = request
         .sources

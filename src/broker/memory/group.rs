@@ -43,6 +43,23 @@ pub(super) struct Taken {
     pub(super) redelivered: bool,
 }
 
+/// A count of records, and when the oldest of them was stored.
+#[derive(Default)]
+pub(super) struct Unsettled {
+    pub(super) messages: u64,
+    pub(super) since: Option<OffsetDateTime>,
+}
+
+impl Unsettled {
+    pub(super) fn count(&mut self, record: &Record) {
+        self.messages += 1;
+        self.since = Some(
+            self.since
+                .map_or(record.timestamp, |since| since.min(record.timestamp)),
+        );
+    }
+}
+
 impl Group {
     pub(super) fn deliveries(&self) -> u64 {
         self.deliveries
@@ -53,6 +70,22 @@ impl Group {
             .get(topic)
             .map(|partitions| partitions.iter().map(|p| p.committed).collect())
             .unwrap_or_default()
+    }
+
+    /// How many of the records are not acknowledged, and the first of them. The topic's own count where the consumer never
+    /// subscribed.
+    pub(super) fn unsettled(&self, name: &str, topic: &Topic) -> Unsettled {
+        let mut all = Unsettled::default();
+        for number in 0..topic.partitions() {
+            let progress = self.progress.get(name).and_then(|p| p.get(number));
+            let finished = |offset: &Offset| progress.is_some_and(|p| p.is_finished(*offset));
+            for (offset, record) in (0..).zip(topic.partition(number)) {
+                if !finished(&offset) {
+                    all.count(record);
+                }
+            }
+        }
+        all
     }
 
     /// Adds a member; `topics` are its sources and rungs with their number of partitions and whether they are rungs.
@@ -261,6 +294,10 @@ impl Progress {
     ) -> Option<(Offset, &'a Record, bool)> {
         self.released.remove(&offset);
         Some((offset, record, !self.handed.insert(offset)))
+    }
+
+    fn is_finished(&self, offset: Offset) -> bool {
+        offset < self.committed || self.finished.contains(&offset)
     }
 
     fn finish(&mut self, offset: Offset) {

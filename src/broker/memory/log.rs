@@ -17,7 +17,7 @@ pub(super) struct Record {
     key: Option<Bytes>,
     headers: Headers,
     payload: Option<Bytes>,
-    timestamp: OffsetDateTime,
+    pub(super) timestamp: OffsetDateTime,
     /// `x-due-at`, read once.
     pub(super) due_at: Option<OffsetDateTime>,
 }

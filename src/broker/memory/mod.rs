@@ -41,6 +41,7 @@ use tokio::sync::Notify;
 
 pub use config::MemoryConfig;
 
+use super::Health;
 use crate::envelope::Incoming;
 use crate::error::{Error, Result};
 use group::Group;
@@ -199,6 +200,14 @@ impl Shared {
     /// No code that holds the lock runs a caller's, so a poisoned lock guards a whole state all the same.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn health(&self) -> Health {
+        if self.lock().available {
+            Health::up()
+        } else {
+            Health::down("taken down by set_available(false)")
+        }
     }
 }
 

@@ -9,8 +9,8 @@ use futures_util::future::BoxFuture;
 use super::log::Record;
 use super::{MemoryBroker, NAME, error};
 use crate::broker::{
-    FailureScope, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, RejectionScope,
-    Stored,
+    FailureScope, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder,
+    RejectionScope, Stored,
 };
 use crate::envelope::Outgoing;
 use crate::error::{Error, Result};
@@ -30,6 +30,10 @@ impl Publisher for MemoryBroker {
             tokio::task::consume_budget().await;
             self.store(batch)
         })
+    }
+
+    fn health(&self) -> Health {
+        self.shared.health()
     }
 
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {

@@ -6,12 +6,12 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use time::OffsetDateTime;
 
-use super::group::{Taken, Ticket};
+use super::group::{Group, Taken, Ticket};
 use super::log::Topic;
 use super::{MemoryBroker, NAME, Shared, State, error};
 use crate::broker::{
-    Delivery, Receipt, Settlement, Subscriber, SubscriberCapabilities, Subscription,
-    SubscriptionRequest, TopologyMode,
+    Backlog, Delivery, Health, Receipt, Settlement, Subscriber, SubscriberCapabilities,
+    Subscription, SubscriptionRequest, TopologyMode,
 };
 use crate::clock::add;
 use crate::error::{Error, Result};
@@ -19,7 +19,6 @@ use crate::error::{Error, Result};
 impl Subscriber for MemoryBroker {
     fn capabilities(&self) -> SubscriberCapabilities {
         let mut capabilities = SubscriberCapabilities::new(NAME);
-        capabilities.key_affinity = true;
         capabilities.marks_redelivery = true;
         capabilities
     }
@@ -46,6 +45,40 @@ impl Subscriber for MemoryBroker {
             }) as Box<dyn Subscription>)
         })
     }
+
+    fn key_affinity(&self, _source: &str) -> bool {
+        true
+    }
+
+    fn depth<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<Backlog>> {
+        Box::pin(async move { self.backlog("depth", None, destination) })
+    }
+
+    fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
+        Box::pin(async move { self.backlog("lag", Some(consumer), source) })
+    }
+}
+
+impl MemoryBroker {
+    fn backlog(
+        &self,
+        operation: &'static str,
+        consumer: Option<&str>,
+        topic: &str,
+    ) -> Result<Backlog> {
+        let now = self.shared.config.clock.now();
+        let state = self.shared.lock();
+        if !state.available {
+            return Err(error::down(operation));
+        }
+        let Some(stored) = state.topics.get(topic) else {
+            return Err(error::missing(operation, &[topic]));
+        };
+        let group = consumer.and_then(|consumer| state.groups.get(consumer));
+        let unsettled = group.unwrap_or(&Group::default()).unsettled(topic, stored);
+        let age = |since| Duration::try_from(now - since).unwrap_or_default();
+        Ok(Backlog::new(unsettled.messages, unsettled.since.map(age)))
+    }
 }
 
 fn validate(request: &SubscriptionRequest) -> Result<()> {
@@ -69,6 +102,7 @@ fn prepare(state: &mut State, request: &SubscriptionRequest) -> Result<()> {
     };
     let missing = match request.topology {
         TopologyMode::Create => state.missing(&request.sources),
+        TopologyMode::Unchecked => return Ok(()),
         TopologyMode::Verify => state.missing(request.sources.iter().chain(own())),
     };
     if !missing.is_empty() {
@@ -153,6 +187,7 @@ impl MemorySubscription {
         let coordinates = taken.received.coordinates.clone();
         Delivery {
             incoming: taken.received.read(),
+            source: coordinates.topic.clone(),
             coordinates,
             redelivered: taken.redelivered,
             receipt: Box::new(MemoryReceipt {
@@ -196,6 +231,10 @@ impl Subscription for MemorySubscription {
                 changed.set(self.shared.changed.notified());
             }
         })
+    }
+
+    fn health(&self) -> Health {
+        self.shared.health()
     }
 
     /// Settlements are in effect when `settle` returns: there is nothing to wait for.

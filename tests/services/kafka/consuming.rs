@@ -52,6 +52,7 @@ async fn a_rung_waits_until_due_and_holds_up_nobody_else() {
     asked.rungs = vec![Rung {
         destination: rung.clone(),
         delay: 4 * SECOND,
+        source: source.clone(),
     }];
     asked.dead_letters = vec![format!("{source}.{consumer}.DLQ")];
     let mut subscription = kafka.subscribe(asked.clone()).await.unwrap();
@@ -220,6 +221,7 @@ async fn a_missing_rung_is_named_within_seconds() {
         .map(|delay| Rung {
             destination: format!("{source}.retry.{delay}"),
             delay: 5 * SECOND,
+            source: source.clone(),
         })
         .to_vec();
     asked.dead_letters = vec![format!("{source}.DLQ")];

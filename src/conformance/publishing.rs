@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use relaybox::broker::{PublishOutcome, RejectionScope, SubscriptionRequest};
-use relaybox::envelope::Outgoing;
-use relaybox::story::{Origin, Reason, Story};
-use relaybox::{ErrorKind, Message};
+use crate::broker::{PublishOutcome, RejectionScope, SubscriptionRequest};
+use crate::envelope::Outgoing;
+use crate::story::{Origin, Reason, Story};
+use crate::{ErrorKind, Message, headers};
 
 use super::{
     DEADLINE, Fixture, acknowledge, close, fresh, numbered, numbers, publish, publish_all,
@@ -13,7 +13,7 @@ use super::{
 };
 
 /// Publisher rule 4: null, empty, repeated and non-UTF-8 stay what they are, and so does the story.
-pub async fn every_byte_arrives(fixture: &impl Fixture) {
+pub(super) async fn every_byte_arrives(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     let mut full = Message::new(&topic, "OrderPlaced")
         .with_key([0, 0xff, b'\n'])
@@ -70,14 +70,14 @@ pub async fn every_byte_arrives(fixture: &impl Fixture) {
         assert_eq!(incoming.message.payload, outgoing.message.payload);
         assert_eq!(incoming.story, outgoing.story);
         assert!(!incoming.id_missing);
-        assert_eq!(delivery.coordinates.topic, topic);
+        assert_eq!(delivery.source, topic);
         acknowledge(delivery).await;
     }
     close(subscription).await;
 }
 
 /// Publisher rules 1 and 2.
-pub async fn a_batch_has_one_outcome_per_message(fixture: &impl Fixture) {
+pub(super) async fn a_batch_has_one_outcome_per_message(fixture: &dyn Fixture) {
     let publisher = fixture.publisher();
     assert!(publish(&*publisher, &[]).await.is_empty());
     let topics = [fixture.topic(2).await, fixture.topic(1).await];
@@ -94,7 +94,7 @@ pub async fn a_batch_has_one_outcome_per_message(fixture: &impl Fixture) {
 }
 
 /// Publisher rule 3, and `Rejected` with scope `Destination`.
-pub async fn an_unknown_destination_rejects_only_itself(fixture: &impl Fixture) {
+pub(super) async fn an_unknown_destination_rejects_only_itself(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     let missing = fresh("missing");
     let batch = [
@@ -118,7 +118,7 @@ pub async fn an_unknown_destination_rejects_only_itself(fixture: &impl Fixture) 
 }
 
 /// Publisher rule 3, and `Rejected` with scope `Message`.
-pub async fn an_oversized_message_rejects_only_itself(fixture: &impl Fixture) {
+pub(super) async fn an_oversized_message_rejects_only_itself(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     let publisher = fixture.publisher();
     let bytes = publisher.capabilities().limits.message_bytes_max + 4 * 1_024 * 1_024;
@@ -146,7 +146,7 @@ pub async fn an_oversized_message_rejects_only_itself(fixture: &impl Fixture) {
 }
 
 /// Publisher rule 7: whatever becomes of odd ones, each has an outcome and the good ones go through.
-pub async fn no_message_makes_it_panic(fixture: &impl Fixture) {
+pub(super) async fn no_message_makes_it_panic(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     let plain = || Message::new(&topic, "T");
     let odd = [
@@ -159,7 +159,7 @@ pub async fn no_message_makes_it_panic(fixture: &impl Fixture) {
         plain().with_header("", "no name"),
         plain().with_header("no\0name", "v"),
         plain().with_header("line\r\nbreak", "v"),
-        plain().with_header("x-message-id", "not mine"),
+        plain().with_header(headers::MESSAGE_ID, "not mine"),
         plain().with_header("名", "v"),
     ];
     let publisher = fixture.publisher();
@@ -180,7 +180,7 @@ pub async fn no_message_makes_it_panic(fixture: &impl Fixture) {
     }
 }
 
-pub async fn check_names_every_missing_destination(fixture: &impl Fixture) {
+pub(super) async fn check_names_every_missing_destination(fixture: &dyn Fixture) {
     let publisher = fixture.publisher();
     let topic = fixture.topic(1).await;
     let present = [topic.clone()];
@@ -196,11 +196,122 @@ pub async fn check_names_every_missing_destination(fixture: &impl Fixture) {
     assert!(!text.contains(&topic), "{text}");
 }
 
-pub async fn closing_twice_is_harmless(fixture: &impl Fixture) {
+pub(super) async fn closing_twice_is_harmless(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     let publisher = fixture.publisher();
     publish_all(&*publisher, &[numbered(&topic, "a", 0)]).await;
     for deadline in [DEADLINE, Duration::from_secs(1)] {
         within("a close", publisher.close(deadline)).await.unwrap();
+    }
+}
+
+/// A resend is the same message: whether the broker stores it once or twice, it is confirmed.
+pub(super) async fn a_message_sent_again_is_confirmed_again(fixture: &dyn Fixture) {
+    let topic = fixture.topic(1).await;
+    let publisher = fixture.publisher();
+    let sent = numbered(&topic, "a", 0);
+    for _ in 0..3 {
+        publish_all(&*publisher, std::slice::from_ref(&sent)).await;
+    }
+    publish_all(&*publisher, &[sent.clone(), sent]).await;
+}
+
+/// A retry, dead letter or redrive has the id of its original; a broker that drops repeated ids must not drop these.
+pub(super) async fn a_copy_with_another_story_is_a_message_of_its_own(fixture: &dyn Fixture) {
+    let topic = fixture.topic(1).await;
+    let original = numbered(&topic, "a", 0);
+    let origin = Origin {
+        topic: "elsewhere".into(),
+        partition: None,
+        offset: None,
+    };
+    let at = original.message.occurred_at;
+    let failed = |story: &Story| story.failed("billing", &origin, "handler", "no stock", at);
+    let once = failed(&Story::default());
+    let twice = failed(&once);
+    let redriven = Story {
+        redrive_count: 1,
+        ..Story::default()
+    };
+    let stories = [
+        Story::default(),
+        once,
+        twice.clone(),
+        redriven,
+        twice.dead(Reason::new("x")),
+    ];
+    let copies = stories.map(|story| Outgoing {
+        message: original.message.clone(),
+        story,
+    });
+    for copy in &copies {
+        publish_all(&*fixture.publisher(), std::slice::from_ref(copy)).await;
+    }
+    let request = SubscriptionRequest::new(fresh("consumer"), vec![topic]);
+    let mut subscription = subscribe(fixture, request).await;
+    let mut seen = Vec::new();
+    for delivery in receive_count(&mut *subscription, copies.len()).await {
+        seen.push(delivery.incoming.story.clone());
+        acknowledge(delivery).await;
+    }
+    for Outgoing { story, .. } in &copies {
+        assert!(seen.contains(story), "{story:?} is not in {seen:?}");
+    }
+}
+
+/// Publisher rule 8, as far as it shows without trouble.
+pub(super) async fn calls_at_the_same_time_keep_their_own_outcomes(fixture: &dyn Fixture) {
+    let topics = [fixture.topic(1).await, fixture.topic(1).await];
+    let missing = fresh("missing");
+    let publisher = fixture.publisher();
+    let calls = (0..12).map(|call| {
+        let (publisher, topic, missing) = (&publisher, &topics[call % 2], &missing);
+        async move {
+            let key = format!("key-{call}");
+            let batch: Vec<_> = (0..20)
+                .map(|n| numbered(if n == 7 { missing } else { topic }, &key, call * 100 + n))
+                .collect();
+            let outcomes = publish(&**publisher, &batch).await;
+            for (n, outcome) in outcomes.iter().enumerate() {
+                assert_eq!(outcome.is_confirmed(), n != 7, "{n}: {outcome:?}");
+            }
+        }
+    });
+    futures_util::future::join_all(calls).await;
+    let request = SubscriptionRequest::new(fresh("consumer"), topics.to_vec());
+    let mut subscription = subscribe(fixture, request).await;
+    let mut seen = Vec::new();
+    for delivery in receive_count(&mut *subscription, 12 * 19).await {
+        seen.push(super::number(&delivery));
+        acknowledge(delivery).await;
+    }
+    for call in 0..12 {
+        let of_call: Vec<_> = seen.iter().copied().filter(|n| n / 100 == call).collect();
+        let sent: Vec<_> = (0..20)
+            .filter(|n| *n != 7)
+            .map(|n| call * 100 + n)
+            .collect();
+        assert_eq!(of_call, sent);
+    }
+}
+
+/// Cancel safety: what was dropped may or may not be stored; what follows is served as ever.
+pub(super) async fn an_abandoned_call_harms_no_later_one(fixture: &dyn Fixture) {
+    let topic = fixture.topic(1).await;
+    let publisher = fixture.publisher();
+    let batch: Vec<_> = (0..50).map(|n| numbered(&topic, "a", n)).collect();
+    for patience in [0, 100, 500, 2_000, 10_000] {
+        let call = publisher.publish(&batch);
+        drop(tokio::time::timeout(Duration::from_micros(patience), call).await);
+    }
+    publish_all(&*publisher, &[numbered(&topic, "a", 99)]).await;
+    let request = SubscriptionRequest::new(fresh("consumer"), vec![topic]);
+    let mut subscription = subscribe(fixture, request).await;
+    let mut seen = Vec::new();
+    while !seen.contains(&99) {
+        for delivery in receive_count(&mut *subscription, 1).await {
+            seen.push(super::number(&delivery));
+            acknowledge(delivery).await;
+        }
     }
 }

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use relaybox::broker::{Rung, Settlement, SubscriptionRequest, TopologyMode};
-use relaybox::envelope::Outgoing;
-use relaybox::story::Story;
-use relaybox::{ErrorKind, Message};
+use crate::broker::{Rung, Settlement, SubscriptionRequest, TopologyMode};
+use crate::envelope::Outgoing;
+use crate::story::Story;
+use crate::{ErrorKind, Message};
 
 use super::{
     DEADLINE, Fixture, GLANCE, acknowledge, close, fresh, number, numbered, numbers, publish_all,
@@ -14,7 +14,7 @@ use super::{
 };
 
 /// Subscription rule 1: what was stored before is delivered, and so is what comes later.
-pub async fn a_first_subscription_begins_at_the_oldest(fixture: &impl Fixture) {
+pub(super) async fn a_first_subscription_begins_at_the_oldest(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     let publisher = fixture.publisher();
     publish_all(&*publisher, &[numbered(&topic, "a", 0)]).await;
@@ -28,7 +28,7 @@ pub async fn a_first_subscription_begins_at_the_oldest(fixture: &impl Fixture) {
 }
 
 /// Publisher rule 5 and subscription rule 2, over several partitions and batches.
-pub async fn messages_of_a_key_keep_their_order(fixture: &impl Fixture) {
+pub(super) async fn messages_of_a_key_keep_their_order(fixture: &dyn Fixture) {
     let topic = fixture.topic(3).await;
     let publisher = fixture.publisher();
     let all: Vec<_> = (0..200)
@@ -55,7 +55,9 @@ pub async fn messages_of_a_key_keep_their_order(fixture: &impl Fixture) {
 }
 
 /// Subscription rule 1: acknowledged ones from the oldest on stay away, everything unsettled comes again.
-pub async fn what_is_acknowledged_stays_away_and_the_rest_comes_again(fixture: &impl Fixture) {
+pub(super) async fn what_is_acknowledged_stays_away_and_the_rest_comes_again(
+    fixture: &dyn Fixture,
+) {
     let topic = fixture.topic(1).await;
     let batch: Vec<_> = (0..5).map(|n| numbered(&topic, "a", n)).collect();
     publish_all(&*fixture.publisher(), &batch).await;
@@ -86,7 +88,7 @@ pub async fn what_is_acknowledged_stays_away_and_the_rest_comes_again(fixture: &
 }
 
 /// Subscription rule 5, without a word of farewell.
-pub async fn what_a_dropped_subscription_held_comes_again(fixture: &impl Fixture) {
+pub(super) async fn what_a_dropped_subscription_held_comes_again(fixture: &dyn Fixture) {
     let topic = fixture.topic(2).await;
     let batch: Vec<_> = (0..6)
         .map(|n| numbered(&topic, &n.to_string(), n))
@@ -107,7 +109,7 @@ pub async fn what_a_dropped_subscription_held_comes_again(fixture: &impl Fixture
 }
 
 /// A delivery that is dropped without being settled is released.
-pub async fn a_dropped_delivery_comes_again(fixture: &impl Fixture) {
+pub(super) async fn a_dropped_delivery_comes_again(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;
     publish_all(&*fixture.publisher(), &[numbered(&topic, "a", 0)]).await;
     let request = SubscriptionRequest::new(fresh("consumer"), vec![topic]);
@@ -118,7 +120,7 @@ pub async fn a_dropped_delivery_comes_again(fixture: &impl Fixture) {
 }
 
 /// `Release` brings it again, not before its delay has passed.
-pub async fn a_released_delivery_comes_again_after_its_delay(fixture: &impl Fixture) {
+pub(super) async fn a_released_delivery_comes_again_after_its_delay(fixture: &dyn Fixture) {
     const DELAY: Duration = Duration::from_millis(700);
     let topic = fixture.topic(1).await;
     publish_all(&*fixture.publisher(), &[numbered(&topic, "a", 0)]).await;
@@ -137,11 +139,12 @@ pub async fn a_released_delivery_comes_again_after_its_delay(fixture: &impl Fixt
 }
 
 /// Subscription rule 3: a long rung does not keep a short one or the source waiting.
-pub async fn a_rung_is_never_early_and_blocks_nobody(fixture: &impl Fixture) {
+pub(super) async fn a_rung_is_never_early_and_blocks_nobody(fixture: &dyn Fixture) {
     let source = fixture.topic(1).await;
     let rung = |seconds| Rung {
         destination: format!("{source}.retry.{seconds}s"),
         delay: Duration::from_secs(seconds),
+        source: source.clone(),
     };
     let (long, short) = (rung(6), rung(2));
     let mut request = SubscriptionRequest::new(fresh("consumer"), vec![source.clone()]);
@@ -171,7 +174,7 @@ pub async fn a_rung_is_never_early_and_blocks_nobody(fixture: &impl Fixture) {
 }
 
 /// Subscription rule 4.
-pub async fn no_more_than_in_flight_max_are_unsettled(fixture: &impl Fixture) {
+pub(super) async fn no_more_than_in_flight_max_are_unsettled(fixture: &dyn Fixture) {
     let topic = fixture.topic(2).await;
     let batch: Vec<_> = (0..6)
         .map(|n| numbered(&topic, &n.to_string(), n))
@@ -195,7 +198,7 @@ pub async fn no_more_than_in_flight_max_are_unsettled(fixture: &impl Fixture) {
 }
 
 /// `receive` is cancel safe.
-pub async fn an_abandoned_receive_loses_nothing(fixture: &impl Fixture) {
+pub(super) async fn an_abandoned_receive_loses_nothing(fixture: &dyn Fixture) {
     let topic = fixture.topic(2).await;
     let publisher = fixture.publisher();
     let request = SubscriptionRequest::new(fresh("consumer"), vec![topic.clone()]);
@@ -220,13 +223,14 @@ pub async fn an_abandoned_receive_loses_nothing(fixture: &impl Fixture) {
     assert_eq!(seen, (0..30).collect());
 }
 
-pub async fn create_makes_rungs_and_dead_letters(fixture: &impl Fixture) {
+pub(super) async fn create_makes_rungs_and_dead_letters(fixture: &dyn Fixture) {
     let source = fixture.topic(1).await;
     let mut request = SubscriptionRequest::new(fresh("consumer"), vec![source.clone()]);
     let own = [format!("{source}.retry.5s"), format!("{source}.DLQ")];
     request.rungs = vec![Rung {
         destination: own[0].clone(),
         delay: Duration::from_secs(5),
+        source: source.clone(),
     }];
     request.dead_letters = vec![own[1].clone()];
     request.topology = TopologyMode::Create;
@@ -240,7 +244,7 @@ pub async fn create_makes_rungs_and_dead_letters(fixture: &impl Fixture) {
     close(subscribe(fixture, request).await).await;
 }
 
-pub async fn verify_names_everything_missing(fixture: &impl Fixture) {
+pub(super) async fn verify_names_everything_missing(fixture: &dyn Fixture) {
     let present = fixture.topic(1).await;
     let missing = [fresh("source"), fresh("rung"), fresh("DLQ")];
     let sources = vec![present.clone(), missing[0].clone()];
@@ -248,6 +252,7 @@ pub async fn verify_names_everything_missing(fixture: &impl Fixture) {
     request.rungs = vec![Rung {
         destination: missing[1].clone(),
         delay: Duration::from_secs(5),
+        source: present.clone(),
     }];
     request.dead_letters = vec![missing[2].clone()];
     request.topology = TopologyMode::Verify;
@@ -260,7 +265,7 @@ pub async fn verify_names_everything_missing(fixture: &impl Fixture) {
     assert!(check.is_err(), "verifying created something");
 }
 
-pub async fn a_missing_source_is_never_created(fixture: &impl Fixture) {
+pub(super) async fn a_missing_source_is_never_created(fixture: &dyn Fixture) {
     let missing = [fresh("source"), fresh("source")];
     let mut request = SubscriptionRequest::new(fresh("consumer"), missing.to_vec());
     request.topology = TopologyMode::Create;
@@ -272,10 +277,26 @@ pub async fn a_missing_source_is_never_created(fixture: &impl Fixture) {
     assert!(check.is_err(), "subscribing created a source");
 }
 
-async fn refused(fixture: &impl Fixture, request: SubscriptionRequest) -> relaybox::Error {
+async fn refused(fixture: &dyn Fixture, request: SubscriptionRequest) -> crate::Error {
     let subscriber = fixture.subscriber();
     match within("an answer", subscriber.subscribe(request)).await {
         Ok(_) => panic!("subscribed to what does not exist"),
         Err(error) => error,
     }
+}
+
+pub(super) async fn unchecked_topology_takes_what_is_there(fixture: &dyn Fixture) {
+    let source = fixture.topic(1).await;
+    let mut request = SubscriptionRequest::new(fresh("consumer"), vec![source.clone()]);
+    request.rungs = vec![Rung {
+        destination: format!("{source}.retry.5s"),
+        delay: Duration::from_secs(5),
+        source: source.clone(),
+    }];
+    close(subscribe(fixture, request.clone()).await).await;
+    request.topology = TopologyMode::Unchecked;
+    let mut subscription = subscribe(fixture, request).await;
+    publish_all(&*fixture.publisher(), &[numbered(&source, "a", 0)]).await;
+    let deliveries = receive_count(&mut *subscription, 1).await;
+    assert_eq!(numbers(&deliveries), [0]);
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use relaybox::broker::{Delivery, Subscription, SubscriptionRequest};
+use crate::broker::{Delivery, Subscription, SubscriptionRequest};
 
 use super::{
     DEADLINE, Fixture, acknowledge, fresh, number, numbered, numbers, publish_all, receive,
@@ -11,7 +11,7 @@ use super::{
 };
 
 /// Subscription rule 1: per consumer.
-pub async fn two_consumers_each_get_everything(fixture: &impl Fixture) {
+pub(super) async fn two_consumers_each_get_everything(fixture: &dyn Fixture) {
     let topic = fixture.topic(2).await;
     let batch: Vec<_> = (0..10)
         .map(|n| numbered(&topic, &n.to_string(), n))
@@ -31,7 +31,7 @@ pub async fn two_consumers_each_get_everything(fixture: &impl Fixture) {
 }
 
 /// Members share the messages; what a member held when it vanished goes to the other.
-pub async fn two_members_share_and_nothing_is_lost_when_one_leaves(fixture: &impl Fixture) {
+pub(super) async fn two_members_share_and_nothing_is_lost_when_one_leaves(fixture: &dyn Fixture) {
     let topic = fixture.topic(4).await;
     let publisher = fixture.publisher();
     let request = SubscriptionRequest::new(fresh("consumer"), vec![topic.clone()]);
@@ -70,7 +70,9 @@ pub async fn two_members_share_and_nothing_is_lost_when_one_leaves(fixture: &imp
 }
 
 /// A receipt is no longer current once its message was given to another member; settling it does nothing.
-pub async fn a_receipt_is_void_once_its_message_went_to_another_member(fixture: &impl Fixture) {
+pub(super) async fn a_receipt_is_void_once_its_message_went_to_another_member(
+    fixture: &dyn Fixture,
+) {
     let topic = fixture.topic(2).await;
     let batch: Vec<_> = (0..20)
         .map(|n| numbered(&topic, &n.to_string(), n))
@@ -129,5 +131,40 @@ async fn handle(deliveries: Vec<Delivery>, handled: &mut BTreeSet<usize>) {
             handled.insert(number(&delivery));
             acknowledge(delivery).await;
         }
+    }
+}
+
+/// Key affinity: while a delivery is current, no other member holds one of its key.
+pub(super) async fn a_key_is_with_one_member_at_a_time(fixture: &dyn Fixture) {
+    let topic = fixture.topic(4).await;
+    let publisher = fixture.publisher();
+    let request = SubscriptionRequest::new(fresh("consumer"), vec![topic.clone()]);
+    let mut members = [
+        subscribe(fixture, request.clone()).await,
+        subscribe(fixture, request).await,
+    ];
+    let started = Instant::now();
+    let mut held: [Vec<Delivery>; 2] = Default::default();
+    let mut sent = 0;
+    while held.iter().any(|held| held.len() < 5) {
+        assert!(started.elapsed() < DEADLINE, "they do not share");
+        let batch: Vec<_> = (sent..sent + 16)
+            .map(|n| numbered(&topic, &format!("key-{}", n % 16), n))
+            .collect();
+        sent += batch.len();
+        publish_all(&*publisher, &batch).await;
+        let [first, second] = &mut members;
+        match either(&mut **first, &mut **second).await {
+            Some((Member::First, deliveries)) => held[0].extend(deliveries),
+            Some((Member::Second, deliveries)) => held[1].extend(deliveries),
+            None => {}
+        }
+        let keys = held.each_mut().map(|held| {
+            held.retain(|delivery| delivery.receipt.is_current());
+            held.iter()
+                .map(|delivery| delivery.incoming.message.key.clone())
+                .collect::<BTreeSet<_>>()
+        });
+        assert!(keys[0].is_disjoint(&keys[1]), "{keys:?}");
     }
 }
