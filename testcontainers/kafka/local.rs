@@ -69,9 +69,11 @@ pub(super) fn start(listeners: &Listeners) -> Result<LocalServer, ServiceError> 
 fn filled(listeners: &Listeners, java: &Path, directory: &Path) -> io::Result<String> {
     let mut more = String::new();
     let mut more_advertised = String::new();
-    if let Some((port, address)) = &listeners.proxy {
-        more += &format!(",PROXY://127.0.0.1:{port}");
-        more_advertised += &format!(",PROXY://{address}");
+    let mut protocols = String::new();
+    for (at, seat) in listeners.seats.iter().enumerate() {
+        more += &format!(",LINE{at}://127.0.0.1:{}", seat.port);
+        more_advertised += &format!(",LINE{at}://127.0.0.1:{}", seat.advertised);
+        protocols += &format!("LINE{at}:PLAINTEXT,");
     }
     if let Some(ports) = &listeners.security {
         let secured = format!(
@@ -86,6 +88,7 @@ fn filled(listeners: &Listeners, java: &Path, directory: &Path) -> io::Result<St
         .replace("{controller_port}", &listeners.controller.to_string())
         .replace("{more_listeners}", &more)
         .replace("{more_advertised}", &more_advertised)
+        .replace("{more_protocols}", &protocols)
         .replace("{data}", &directory.join("data").to_string_lossy());
     if listeners.security.is_some() {
         settings += &security::prepare(java, directory)?;
@@ -93,16 +96,13 @@ fn filled(listeners: &Listeners, java: &Path, directory: &Path) -> io::Result<St
     Ok(settings)
 }
 
-/// Free ports for the listeners that are wanted, all different.
-pub(super) fn ports<const N: usize>() -> io::Result<[u16; N]> {
-    let mut ports = [0; N];
-    for at in 0..N {
-        loop {
-            let port = free_port()?;
-            if !ports.contains(&port) {
-                ports[at] = port;
-                break;
-            }
+/// So many free ports, all different.
+pub(super) fn ports(count: usize) -> io::Result<Vec<u16>> {
+    let mut ports = Vec::with_capacity(count);
+    while ports.len() < count {
+        let port = free_port()?;
+        if !ports.contains(&port) {
+            ports.push(port);
         }
     }
     Ok(ports)

@@ -2,6 +2,7 @@
 
 mod client;
 mod container;
+mod line;
 mod local;
 mod security;
 mod tools;
@@ -11,6 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use line::KafkaLine;
 pub use security::KafkaSecurity;
 
 use crate::ServiceError;
@@ -37,6 +39,7 @@ fn version() -> &'static str {
 pub struct KafkaOptions {
     local: bool,
     secured: bool,
+    lines: bool,
 }
 
 impl KafkaOptions {
@@ -44,6 +47,13 @@ impl KafkaOptions {
     #[must_use]
     pub fn with_local_process(mut self) -> Self {
         self.local = true;
+        self
+    }
+
+    /// Has ways to it that a test can break, see [`Kafka::line`], if it becomes a local process.
+    #[must_use]
+    pub fn with_lines(mut self) -> Self {
+        self.lines = true;
         self
     }
 
@@ -60,8 +70,7 @@ impl KafkaOptions {
 struct Listeners {
     plain: u16,
     controller: u16,
-    /// The port, and the address that clients are told instead.
-    proxy: Option<(u16, String)>,
+    seats: Vec<line::Seat>,
     security: Option<security::Ports>,
 }
 
@@ -72,6 +81,7 @@ pub struct Kafka {
     server: Server,
     brokers: String,
     security: Option<KafkaSecurity>,
+    seats: Option<Arc<line::Seats>>,
 }
 
 impl Kafka {
@@ -128,6 +138,7 @@ impl Kafka {
             server: Server::Url,
             brokers,
             security: None,
+            seats: None,
         };
         kafka.ready(URL_READY_WITHIN).await?;
         Ok(kafka)
@@ -139,24 +150,40 @@ impl Kafka {
             server: Server::Container(container),
             brokers,
             security: None,
+            seats: None,
         };
         kafka.ready(READY_WITHIN).await?;
         Ok(kafka)
     }
 
     async fn by_local_process(options: KafkaOptions) -> Result<Self, ServiceError> {
-        let [plain, controller, sasl, tls] =
-            local::ports().map_err(|error| ServiceError::failed(SERVICE, "start", error))?;
-        let ports = options.secured.then_some(security::Ports { sasl, tls });
+        let failed = |error: std::io::Error| ServiceError::failed(SERVICE, "start", error);
+        let lines = if options.lines { line::LINES } else { 0 };
+        let ports = local::ports(4 + 2 * lines).map_err(failed)?;
+        let [plain, controller, sasl, tls, seats @ ..] = ports.as_slice() else {
+            return Err(failed(std::io::Error::other("too few ports")));
+        };
+        let seats: Vec<line::Seat> = seats
+            .chunks_exact(2)
+            .map(|pair| line::Seat {
+                port: pair[0],
+                advertised: pair[1],
+            })
+            .collect();
+        let ports = options.secured.then_some(security::Ports {
+            sasl: *sasl,
+            tls: *tls,
+        });
         let listeners = Listeners {
-            plain,
-            controller,
-            proxy: None,
+            plain: *plain,
+            controller: *controller,
+            seats: seats.clone(),
             security: ports,
         };
         let local = blocking(SERVICE, "start", move || local::start(&listeners)).await?;
         let kafka = Self {
             brokers: format!("127.0.0.1:{plain}"),
+            seats: (!seats.is_empty()).then(|| line::Seats::new(seats)),
             security: ports.map(|ports| KafkaSecurity::new(ports, local.directory())),
             server: Server::Local(Arc::new(local)),
         };

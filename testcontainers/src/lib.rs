@@ -34,7 +34,7 @@ mod shared;
 mod supervisor;
 
 pub use error::ServiceError;
-pub use kafka::{Kafka, KafkaOptions, KafkaSecurity};
+pub use kafka::{Kafka, KafkaLine, KafkaOptions, KafkaSecurity};
 pub use names::unique_name;
 pub use postgres::{Postgres, PostgresOptions};
 pub use proxy::Proxy;
