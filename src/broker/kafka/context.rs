@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rdkafka::ClientContext;
 use rdkafka::Statistics;
 use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::ConsumerContext;
 use rdkafka::error::KafkaError;
 
 use super::error::{Trouble, trouble};
@@ -87,6 +88,9 @@ impl ClientContext for Context {
         self.look(brokers.filter(|b| b.source != "internal").map(|b| b.state));
     }
 }
+
+/// For clients that only read; what a member does stands in [`Member`](super::member::Member).
+impl ConsumerContext for Context {}
 
 #[cfg(test)]
 mod tests {

@@ -2,7 +2,7 @@
 
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 
-use crate::broker::{FailureScope, PublishOutcome, RejectionScope, Stored};
+use crate::broker::{FailureScope, Health, PublishOutcome, RejectionScope, Stored};
 use crate::error::{Error, ErrorKind};
 
 /// What an error code says about one record.
@@ -56,11 +56,9 @@ const fn verdict(code: Code) -> Verdict {
         | Code::InvalidTopic
         | Code::TopicAuthorizationFailed
         | Code::PolicyViolation => Verdict::Destination,
-        Code::QueueFull
-        | Code::PurgeQueue
-        | Code::InvalidDifferentRecord
-        | Code::NotEnoughReplicas
-        | Code::ClusterAuthorizationFailed => Verdict::NotStored,
+        // Never sent, or refused with its batch before anything of that was stored. Not what was purged from the queue:
+        // it may be there for another try, after one whose answer was lost.
+        Code::QueueFull | Code::InvalidDifferentRecord => Verdict::NotStored,
         _ => Verdict::Unknown,
     }
 }
@@ -82,6 +80,11 @@ impl Trouble {
             Self::Tls => "no TLS connection could be made",
         }
     }
+}
+
+/// Trouble as it is shown.
+pub(super) fn health(trouble: Option<Trouble>) -> Health {
+    trouble.map_or(Health::up(), |trouble| Health::down(trouble.detail()))
 }
 
 /// What a code says about the connection to the cluster, if it is about that rather than about one request.
@@ -177,11 +180,13 @@ mod tests {
     #[test]
     fn only_what_never_left_is_certainly_not_stored() {
         assert_eq!(
-            verdict_on_delivery(&production(Code::PurgeQueue)),
+            verdict_on_enqueue(&production(Code::QueueFull)),
             Verdict::NotStored
         );
         for code in [
+            Code::PurgeQueue,
             Code::PurgeInflight,
+            Code::NotEnoughReplicas,
             Code::MessageTimedOut,
             Code::RequestTimedOut,
             Code::NotEnoughReplicasAfterAppend,

@@ -87,6 +87,11 @@ impl Generation {
         }
     }
 
+    pub(super) fn has_confirmed(&self) -> bool {
+        let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        !opened.is_empty()
+    }
+
     /// Whether every partition of the topic is opened.
     pub(super) fn is_open(&self, topic: &str, partitions: usize) -> bool {
         let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
@@ -145,14 +150,21 @@ impl Generations {
         }
     }
 
+    /// The generation in use, if there is one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`].
+    pub(super) fn in_use(&self) -> Result<Option<Arc<Generation>>> {
+        match &*self.slot.lock().unwrap_or_else(PoisonError::into_inner) {
+            Slot::Closed => Err(closed()),
+            Slot::Open(slot) => Ok(slot.clone()),
+        }
+    }
+
     /// The generation in use; makes one if there is none.
     pub(super) fn current(&self) -> Result<Arc<Generation>> {
         match &mut *self.slot.lock().unwrap_or_else(PoisonError::into_inner) {
-            Slot::Closed => Err(Error::new(
-                ErrorKind::Closed,
-                "publish",
-                "the publisher is closed",
-            )),
+            Slot::Closed => Err(closed()),
             Slot::Open(Some(generation)) => Ok(Arc::clone(generation)),
             Slot::Open(slot) => {
                 let generation = Arc::new(Generation::new(&self.config)?);
@@ -184,6 +196,10 @@ impl Generations {
         };
         super::control::blocking("close", move || generation.flush(deadline)).await
     }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "publish", "the publisher is closed")
 }
 
 /// A record as this adapter sends it.

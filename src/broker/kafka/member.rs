@@ -7,7 +7,7 @@ use std::time::Duration;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
 use rdkafka::error::{KafkaError, KafkaResult};
-use rdkafka::{ClientContext, Offset, TopicPartitionList};
+use rdkafka::{ClientContext, Offset, Statistics, TopicPartitionList};
 use time::OffsetDateTime;
 
 use super::config::KafkaConfig;
@@ -20,11 +20,11 @@ const TRACKED_MAX: usize = 100_000;
 
 /// The context of a subscription's client. All of it runs on the polling thread.
 pub(super) struct Member {
-    context: Context,
+    pub(super) context: Context,
     pub(super) desk: Arc<Desk>,
     rungs: HashSet<String>,
     drain_deadline: Duration,
-    is_static: bool,
+    instance_id: Option<String>,
     slots: Mutex<Slots>,
 }
 
@@ -93,14 +93,14 @@ impl Member {
             desk,
             rungs,
             drain_deadline: config.drain_deadline,
-            is_static: config.instance_id.is_some(),
+            instance_id: config.instance_id.clone(),
             slots: Mutex::default(),
         }
     }
 
-    /// Whether the group keeps this member's partitions for it while it is away.
-    pub(super) const fn is_static(&self) -> bool {
-        self.is_static
+    /// With a name of its own the group keeps this member's partitions for it while it is away.
+    pub(super) fn instance_id(&self) -> Option<&str> {
+        self.instance_id.as_deref()
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
@@ -280,6 +280,10 @@ impl ClientContext for Member {
 
     fn error(&self, error: KafkaError, reason: &str) {
         self.context.error(error, reason);
+    }
+
+    fn stats(&self, statistics: Statistics) {
+        self.context.stats(statistics);
     }
 }
 

@@ -117,11 +117,12 @@ impl KafkaConfig {
         config
     }
 
-    /// For questions about a group's commits and the records at them. Never a member, and commits nothing.
-    pub(super) fn reader(&self, group: &str) -> ClientConfig {
+    /// For questions about a group's commits, and for single records. Never a member, and commits nothing.
+    pub(super) fn reader(&self, group: Option<&str>) -> ClientConfig {
         let mut config = self.base();
         config
-            .set("group.id", group)
+            // The client assigns nothing without a name; without a consumer any will do.
+            .set("group.id", group.unwrap_or(&self.client_id))
             .set("enable.auto.commit", "false")
             .set("auto.offset.reset", "earliest")
             .set("enable.partition.eof", "true")
