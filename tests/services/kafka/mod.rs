@@ -1,7 +1,11 @@
 //! Kafka itself: what only a real broker shows.
 
 mod consuming;
+mod faults;
+mod interop;
+mod membership;
 mod publishing;
+mod raw;
 mod rebalancing;
 mod security;
 
