@@ -74,6 +74,9 @@ pub mod backoff;
 pub mod clock;
 pub mod envelope;
 mod error;
+#[cfg(any(feature = "rabbitmq", feature = "nats"))]
+#[allow(dead_code, reason = "until an adapter calls it")]
+mod header_text;
 pub mod headers;
 pub mod lane;
 mod message;

@@ -13,7 +13,16 @@ use std::process::Command;
 use source::File;
 
 const VOCABULARY: &[&str] = &[
-    "backoff", "clock", "envelope", "error", "event", "headers", "lane", "message", "story",
+    "backoff",
+    "clock",
+    "envelope",
+    "error",
+    "event",
+    "header_text",
+    "headers",
+    "lane",
+    "message",
+    "story",
 ];
 const ENGINES: &[&str] = &["consumer", "dlq", "inbox", "ladder", "outbox", "relay"];
 /// Tools that stand beside the layers: they may use all of them, but no adapter.

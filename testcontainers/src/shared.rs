@@ -5,7 +5,7 @@
 
 use tokio::sync::OnceCell;
 
-use crate::{Kafka, KafkaOptions, Postgres, ServiceError};
+use crate::{Kafka, KafkaOptions, Nats, Postgres, RabbitMq, ServiceError};
 
 /// The PostgreSQL of this test binary; each test takes a database of its own from it.
 ///
@@ -26,6 +26,26 @@ pub async fn shared_kafka() -> &'static Kafka {
     static SHARED: OnceCell<Result<Kafka, ServiceError>> = OnceCell::const_new();
     let start = || Kafka::start_with(KafkaOptions::default().with_lines());
     or_fail(SHARED.get_or_init(start).await)
+}
+
+/// The RabbitMQ of this test binary; each test takes queues and exchanges of its own from it.
+///
+/// # Panics
+///
+/// When no RabbitMQ can be had: the test that asked for one fails.
+pub async fn shared_rabbitmq() -> &'static RabbitMq {
+    static SHARED: OnceCell<Result<RabbitMq, ServiceError>> = OnceCell::const_new();
+    or_fail(SHARED.get_or_init(RabbitMq::start).await)
+}
+
+/// The NATS server of this test binary; each test takes streams and subjects of its own from it.
+///
+/// # Panics
+///
+/// When no NATS server can be had: the test that asked for one fails.
+pub async fn shared_nats() -> &'static Nats {
+    static SHARED: OnceCell<Result<Nats, ServiceError>> = OnceCell::const_new();
+    or_fail(SHARED.get_or_init(Nats::start).await)
 }
 
 #[allow(
