@@ -39,7 +39,7 @@ mod shared;
 mod supervisor;
 
 pub use error::ServiceError;
-pub use kafka::{Kafka, KafkaOptions};
+pub use kafka::{Kafka, KafkaLine, KafkaOptions, KafkaSecurity};
 pub use names::unique_name;
 pub use nats::{Nats, NatsOptions};
 pub use postgres::{Postgres, PostgresOptions};
