@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rdkafka::ClientConfig;
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use relaybox_testcontainers::{
-    Kafka, KafkaOptions, Postgres, PostgresOptions, ServiceError, Way, shared_kafka,
-    shared_postgres,
+    Kafka, KafkaOptions, Nats, NatsOptions, Postgres, PostgresOptions, ServiceError, Way,
+    shared_kafka, shared_nats, shared_postgres, unique_name,
 };
 use sqlx::{Connection, PgConnection};
 
@@ -246,6 +246,49 @@ async fn kafka_keeps_its_data_through_kill_and_restart() {
     produce(&kafka.brokers(), &topic, 0).await;
 }
 
+#[tokio::test]
+async fn nats_answers_with_jetstream() {
+    let started = Instant::now();
+    let nats = shared_nats().await;
+    println!("NATS by {} after {:?}", nats.way(), started.elapsed());
+    assert!(nats.is_ready().await);
+    let stream = unique_name("answers");
+    assert_eq!(stored(&nats.url(), &stream).await, 1);
+}
+
+#[tokio::test]
+async fn nats_keeps_its_data_through_kill_and_restart() {
+    let options = NatsOptions::default().with_local_process();
+    let nats = Nats::start_with(options.with_durable()).await.unwrap();
+    let stream = unique_name("kept");
+    assert_eq!(stored(&nats.url(), &stream).await, 1);
+
+    nats.kill().await.unwrap();
+    assert!(!nats.is_ready().await);
+    let started = Instant::now();
+    nats.start_again().await.unwrap();
+    println!("NATS again after {:?}", started.elapsed());
+    assert_eq!(stored(&nats.url(), &stream).await, 2);
+    nats.restart().await.unwrap();
+    assert_eq!(stored(&nats.url(), &stream).await, 3);
+
+    nats.stop().await.unwrap();
+    assert!(!nats.is_ready().await);
+    nats.cont().await.unwrap();
+    until_ready_again(|| nats.is_ready()).await;
+    assert_eq!(stored(&nats.url(), &stream).await, 4);
+}
+
+/// How many messages the stream holds after one more was stored; it is made if it is missing.
+async fn stored(url: &str, stream: &str) -> u64 {
+    let client = async_nats::connect(url).await.unwrap();
+    let context = async_nats::jetstream::new(client);
+    context.get_or_create_stream(stream).await.unwrap();
+    let subject = stream.to_owned();
+    let sent = context.publish(subject, "hello".into()).await.unwrap();
+    sent.await.unwrap().sequence
+}
+
 async fn until_ready_again<F, A>(is_ready: F)
 where
     F: Fn() -> A,
@@ -282,6 +325,13 @@ fn a_sigkilled_owner_takes_its_kafka_along() {
 }
 
 #[test]
+fn a_sigkilled_owner_takes_its_nats_along() {
+    let mut owner = Owner::of("nats");
+    owner.process.kill().unwrap();
+    owner.service_is_gone();
+}
+
+#[test]
 fn a_sigkilled_owner_takes_its_stopped_postgres_along() {
     let mut owner = Owner::of("postgres");
     let stopped = Command::new("sh")
@@ -308,6 +358,7 @@ fn a_service_that_cannot_be_had_fails_and_says_what_was_tried() {
     for (service, variable) in [
         ("postgres", "RELAYBOX_PG_BIN"),
         ("kafka", "RELAYBOX_KAFKA_HOME"),
+        ("nats", "RELAYBOX_NATS_HOME"),
     ] {
         let started = Instant::now();
         let output = holder(service)
@@ -338,6 +389,7 @@ fn an_address_that_does_not_answer_fails_and_nothing_else_is_tried() {
             "postgres://u:secret@127.0.0.1:9/x",
         ),
         ("kafka", "RELAYBOX_KAFKA_BROKERS", "127.0.0.1:9"),
+        ("nats", "RELAYBOX_NATS_URL", "nats://u:secret@127.0.0.1:9"),
     ] {
         let output = holder(service).env(variable, address).output().unwrap();
         assert!(!output.status.success());
@@ -378,6 +430,7 @@ fn holder(service: &str) -> Command {
         .arg(service)
         .env_remove("RELAYBOX_POSTGRES_URL")
         .env_remove("RELAYBOX_KAFKA_BROKERS")
+        .env_remove("RELAYBOX_NATS_URL")
         .env("DOCKER_HOST", "unix:///nonexistent/docker.sock")
         .stdin(Stdio::null());
     command

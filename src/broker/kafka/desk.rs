@@ -227,6 +227,11 @@ impl Desk {
         }
     }
 
+    /// Whether nothing will be delivered any more.
+    pub(super) fn has_ended(&self) -> bool {
+        self.state().end.is_some()
+    }
+
     /// The thread is at its end; a receiver must not wait for ever.
     pub(super) fn over(&self) {
         let mut state = self.state();
