@@ -17,9 +17,17 @@ pub use subscriber::{
     SubscriptionRequest, TopologyMode,
 };
 
+/// Both halves of an adapter, for programs that choose the product at run time: an `Arc<dyn Broker>` publishes and
+/// subscribes like the adapter in it.
+pub trait Broker: Publisher + Subscriber {}
+
+impl<B: Publisher + Subscriber> Broker for B {}
+
 #[cfg(feature = "kafka")]
 pub mod kafka;
 #[cfg(feature = "memory")]
 pub mod memory;
 #[cfg(feature = "nats")]
 pub mod nats;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;

@@ -2,10 +2,11 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::{SERVICE, version};
+use super::{Listeners, SERVICE, security, version};
 use crate::ServiceError;
 use crate::local::{LocalServer, new_directory};
 use crate::names::free_port;
@@ -23,11 +24,11 @@ const FLAGS: [&str; 4] = [
 ];
 
 /// Formats a data directory and starts the broker on it.
-pub(super) fn start() -> Result<(LocalServer, String), ServiceError> {
+pub(super) fn start(listeners: &Listeners) -> Result<LocalServer, ServiceError> {
     let failed = |detail: String| ServiceError::failed(SERVICE, "start", detail);
     let java = java().map_err(failed)?;
     let libraries = libraries().map_err(failed)?;
-    let start = || -> std::io::Result<(LocalServer, String)> {
+    let start = || -> io::Result<LocalServer> {
         let directory = new_directory("kafka")?;
         let settings = directory.join("server.properties");
         let logging = directory.join("log4j2.xml");
@@ -46,45 +47,75 @@ pub(super) fn start() -> Result<(LocalServer, String), ServiceError> {
         // From here on the supervisor removes the directory, also when the format fails. SIGKILL, because an orderly
         // end takes time and the data go anyway.
         let local = LocalServer::new("Kafka", directory, "KILL", command)?;
-        let port = free_port()?;
-        let data = local.directory().join("data");
-        let controller_port = another_free_port(port)?;
-        let filled = SETTINGS
-            .replace("{port}", &port.to_string())
-            .replace("{controller_port}", &controller_port.to_string())
-            .replace("{data}", &data.to_string_lossy());
-        fs::write(&settings, filled)?;
+        fs::write(&settings, filled(listeners, &java, local.directory())?)?;
         fs::write(&logging, LOGGING)?;
-        run_format(
-            format
-                .args(["kafka.tools.StorageTool", "format", "--cluster-id"])
-                .arg(cluster_id())
-                .arg("--config")
-                .arg(&settings),
-        )?;
-        Ok((local, format!("127.0.0.1:{port}")))
+        format
+            .args(["kafka.tools.StorageTool", "format", "--cluster-id"])
+            .arg(cluster_id())
+            .arg("--config")
+            .arg(&settings);
+        if listeners.security.is_some() {
+            format.args(["--add-scram", &security::scram()]);
+        }
+        run("formatting the data directory", &mut format)?;
+        Ok(local)
     };
-    let (local, brokers) = start().map_err(|error| failed(error.to_string()))?;
+    let local = start().map_err(|error| failed(error.to_string()))?;
     local.start()?;
-    Ok((local, brokers))
+    Ok(local)
 }
 
-fn another_free_port(taken: u16) -> std::io::Result<u16> {
-    loop {
+/// The settings, and beside them what they name.
+fn filled(listeners: &Listeners, java: &Path, directory: &Path) -> io::Result<String> {
+    let mut more = String::new();
+    let mut more_advertised = String::new();
+    let mut protocols = String::new();
+    for (at, seat) in listeners.seats.iter().enumerate() {
+        more += &format!(",LINE{at}://127.0.0.1:{}", seat.port);
+        more_advertised += &format!(",LINE{at}://127.0.0.1:{}", seat.advertised);
+        protocols += &format!("LINE{at}:PLAINTEXT,");
+    }
+    if let Some(ports) = &listeners.security {
+        let secured = format!(
+            ",SASL://127.0.0.1:{},TLS://127.0.0.1:{}",
+            ports.sasl, ports.tls
+        );
+        more += &secured;
+        more_advertised += &secured;
+    }
+    let mut settings = SETTINGS
+        .replace("{port}", &listeners.plain.to_string())
+        .replace("{controller_port}", &listeners.controller.to_string())
+        .replace("{more_listeners}", &more)
+        .replace("{more_advertised}", &more_advertised)
+        .replace("{more_protocols}", &protocols)
+        .replace("{data}", &directory.join("data").to_string_lossy());
+    if listeners.security.is_some() {
+        settings += &security::prepare(java, directory)?;
+    }
+    Ok(settings)
+}
+
+/// So many free ports, all different.
+pub(super) fn ports(count: usize) -> io::Result<Vec<u16>> {
+    let mut ports = Vec::with_capacity(count);
+    while ports.len() < count {
         let port = free_port()?;
-        if port != taken {
-            return Ok(port);
+        if !ports.contains(&port) {
+            ports.push(port);
         }
     }
+    Ok(ports)
 }
 
-fn run_format(format: &mut Command) -> std::io::Result<()> {
-    let output = format.stdin(Stdio::null()).output()?;
+/// Runs a command to its end; what it said is the error.
+pub(super) fn run(what: &str, command: &mut Command) -> io::Result<()> {
+    let output = command.stdin(Stdio::null()).output()?;
     if output.status.success() {
         return Ok(());
     }
-    Err(std::io::Error::other(format!(
-        "formatting the data directory: {}: {}{}",
+    Err(io::Error::other(format!(
+        "{what}: {}: {}{}",
         output.status,
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr).trim_end()
@@ -98,7 +129,7 @@ fn cluster_id() -> String {
     id
 }
 
-fn java() -> Result<PathBuf, String> {
+pub(super) fn java() -> Result<PathBuf, String> {
     if let Some(home) = environment("JAVA_HOME") {
         let java = Path::new(&home).join("bin/java");
         if java.is_file() {
@@ -113,7 +144,7 @@ fn java() -> Result<PathBuf, String> {
 }
 
 /// The directory with the jars, as `testcontainers/install` makes it.
-fn libraries() -> Result<PathBuf, String> {
+pub(super) fn libraries() -> Result<PathBuf, String> {
     let home = match environment(HOME_VARIABLE) {
         Some(home) => PathBuf::from(home),
         None => environment("HOME")

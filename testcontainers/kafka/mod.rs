@@ -2,12 +2,18 @@
 
 mod client;
 mod container;
+mod line;
 mod local;
+mod security;
+mod tools;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+
+pub use line::KafkaLine;
+pub use security::KafkaSecurity;
 
 use crate::ServiceError;
 use crate::server::{Server, Way, blocking, environment, until_ready};
@@ -32,6 +38,8 @@ fn version() -> &'static str {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct KafkaOptions {
     local: bool,
+    secured: bool,
+    lines: bool,
 }
 
 impl KafkaOptions {
@@ -41,6 +49,29 @@ impl KafkaOptions {
         self.local = true;
         self
     }
+
+    /// Has ways to it that a test can break, see [`Kafka::line`], if it becomes a local process.
+    #[must_use]
+    pub fn with_lines(mut self) -> Self {
+        self.lines = true;
+        self
+    }
+
+    /// Listens with passwords and with TLS too; see [`Kafka::security`]. A local process.
+    #[must_use]
+    pub fn with_security(mut self) -> Self {
+        self.local = true;
+        self.secured = true;
+        self
+    }
+}
+
+/// Where a local process listens.
+struct Listeners {
+    plain: u16,
+    controller: u16,
+    seats: Vec<line::Seat>,
+    security: Option<security::Ports>,
 }
 
 /// A running Kafka; a server of our own ends when this is dropped or the process ends.
@@ -49,6 +80,8 @@ impl KafkaOptions {
 pub struct Kafka {
     server: Server,
     brokers: String,
+    security: Option<KafkaSecurity>,
+    seats: Option<Arc<line::Seats>>,
 }
 
 impl Kafka {
@@ -88,7 +121,7 @@ impl Kafka {
                 Err(error) => tried.push(format!("container: {error}")),
             }
         }
-        match Self::by_local_process().await {
+        match Self::by_local_process(options).await {
             Ok(kafka) => Ok(kafka),
             Err(error) => {
                 tried.push(format!("local process: {error}"));
@@ -104,6 +137,8 @@ impl Kafka {
         let kafka = Self {
             server: Server::Url,
             brokers,
+            security: None,
+            seats: None,
         };
         kafka.ready(URL_READY_WITHIN).await?;
         Ok(kafka)
@@ -114,16 +149,43 @@ impl Kafka {
         let kafka = Self {
             server: Server::Container(container),
             brokers,
+            security: None,
+            seats: None,
         };
         kafka.ready(READY_WITHIN).await?;
         Ok(kafka)
     }
 
-    async fn by_local_process() -> Result<Self, ServiceError> {
-        let (local, brokers) = blocking(SERVICE, "start", local::start).await?;
+    async fn by_local_process(options: KafkaOptions) -> Result<Self, ServiceError> {
+        let failed = |error: std::io::Error| ServiceError::failed(SERVICE, "start", error);
+        let lines = if options.lines { line::LINES } else { 0 };
+        let ports = local::ports(4 + 2 * lines).map_err(failed)?;
+        let [plain, controller, sasl, tls, seats @ ..] = ports.as_slice() else {
+            return Err(failed(std::io::Error::other("too few ports")));
+        };
+        let seats: Vec<line::Seat> = seats
+            .chunks_exact(2)
+            .map(|pair| line::Seat {
+                port: pair[0],
+                advertised: pair[1],
+            })
+            .collect();
+        let ports = options.secured.then_some(security::Ports {
+            sasl: *sasl,
+            tls: *tls,
+        });
+        let listeners = Listeners {
+            plain: *plain,
+            controller: *controller,
+            seats: seats.clone(),
+            security: ports,
+        };
+        let local = blocking(SERVICE, "start", move || local::start(&listeners)).await?;
         let kafka = Self {
+            brokers: format!("127.0.0.1:{plain}"),
+            seats: (!seats.is_empty()).then(|| line::Seats::new(seats)),
+            security: ports.map(|ports| KafkaSecurity::new(ports, local.directory())),
             server: Server::Local(Arc::new(local)),
-            brokers,
         };
         kafka.ready(READY_WITHIN).await?;
         Ok(kafka)
@@ -156,6 +218,12 @@ impl Kafka {
     #[must_use]
     pub fn brokers(&self) -> String {
         self.brokers.clone()
+    }
+
+    /// What gets a client in by the listeners with passwords and TLS, if it was started with them.
+    #[must_use]
+    pub const fn security(&self) -> Option<&KafkaSecurity> {
+        self.security.as_ref()
     }
 
     /// How this server was had.

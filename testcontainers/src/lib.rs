@@ -2,7 +2,8 @@
 //!
 //! A test asks for a service and gets a running one, or fails with everything that was tried. In this order:
 //!
-//! 1. the address in the environment (`RELAYBOX_POSTGRES_URL`, `RELAYBOX_KAFKA_BROKERS`, `RELAYBOX_NATS_URL`);
+//! 1. the address in the environment (`RELAYBOX_POSTGRES_URL`, `RELAYBOX_KAFKA_BROKERS`, `RELAYBOX_RABBITMQ_URL`,
+//!    `RELAYBOX_NATS_URL`);
 //! 2. a container, where a Docker engine answers (compiled, not proven);
 //! 3. a local process from installed binaries (`testcontainers/install` gets them), with a directory and ports of its
 //!    own, gone when the test process is gone, also after a panic or SIGKILL and from a `static`. Linux only.
@@ -31,15 +32,18 @@ mod nats;
 #[path = "../postgres/mod.rs"]
 mod postgres;
 mod proxy;
+#[path = "../rabbitmq/mod.rs"]
+mod rabbitmq;
 mod server;
 mod shared;
 mod supervisor;
 
 pub use error::ServiceError;
-pub use kafka::{Kafka, KafkaOptions};
+pub use kafka::{Kafka, KafkaLine, KafkaOptions, KafkaSecurity};
 pub use names::unique_name;
 pub use nats::{Nats, NatsOptions};
 pub use postgres::{Postgres, PostgresOptions};
 pub use proxy::Proxy;
+pub use rabbitmq::{RabbitMq, RabbitMqOptions};
 pub use server::Way;
-pub use shared::{shared_kafka, shared_nats, shared_postgres};
+pub use shared::{shared_kafka, shared_nats, shared_postgres, shared_rabbitmq};

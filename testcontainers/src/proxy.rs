@@ -4,13 +4,15 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+/// How long a proxy that was dropped may keep its port.
+const LEFT_WITHIN: Duration = Duration::from_secs(10);
 const BUFFER_BYTES: usize = 16 * 1024;
 
 /// What happens to bytes and connections.
@@ -50,6 +52,22 @@ impl Proxy {
     /// When no port can be had.
     pub async fn start(target: impl Into<String>) -> io::Result<Self> {
         Self::on(TcpListener::bind("127.0.0.1:0").await?, target.into())
+    }
+
+    /// The same at a port of the caller's choice, which another proxy may just have left.
+    ///
+    /// # Errors
+    ///
+    /// When the port stays taken.
+    pub async fn start_at(port: u16, target: impl Into<String>) -> io::Result<Self> {
+        let until = Instant::now() + LEFT_WITHIN;
+        loop {
+            match TcpListener::bind(("127.0.0.1", port)).await {
+                Ok(listener) => return Self::on(listener, target.into()),
+                Err(error) if Instant::now() >= until => return Err(error),
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            }
+        }
     }
 
     fn on(listener: TcpListener, target: String) -> io::Result<Self> {

@@ -5,7 +5,7 @@
 
 use tokio::sync::OnceCell;
 
-use crate::{Kafka, Nats, Postgres, ServiceError};
+use crate::{Kafka, KafkaOptions, Nats, Postgres, RabbitMq, ServiceError};
 
 /// The PostgreSQL of this test binary; each test takes a database of its own from it.
 ///
@@ -17,14 +17,25 @@ pub async fn shared_postgres() -> &'static Postgres {
     or_fail(SHARED.get_or_init(Postgres::start).await)
 }
 
-/// The Kafka of this test binary; each test takes topics of its own from it.
+/// The Kafka of this test binary; each test takes topics of its own from it, and a [line](Kafka::line) to break.
 ///
 /// # Panics
 ///
 /// When no Kafka can be had: the test that asked for one fails.
 pub async fn shared_kafka() -> &'static Kafka {
     static SHARED: OnceCell<Result<Kafka, ServiceError>> = OnceCell::const_new();
-    or_fail(SHARED.get_or_init(Kafka::start).await)
+    let start = || Kafka::start_with(KafkaOptions::default().with_lines());
+    or_fail(SHARED.get_or_init(start).await)
+}
+
+/// The RabbitMQ of this test binary; each test takes queues and exchanges of its own from it.
+///
+/// # Panics
+///
+/// When no RabbitMQ can be had: the test that asked for one fails.
+pub async fn shared_rabbitmq() -> &'static RabbitMq {
+    static SHARED: OnceCell<Result<RabbitMq, ServiceError>> = OnceCell::const_new();
+    or_fail(SHARED.get_or_init(RabbitMq::start).await)
 }
 
 /// The NATS server of this test binary; each test takes streams and subjects of its own from it.

@@ -321,7 +321,7 @@ fn own_input(directory: &Path) -> PathBuf {
     file
 }
 
-fn signal(name: &str, process: &Process) {
+pub fn signal(name: &str, process: &Process) {
     let status = Command::new("kill")
         .args([&format!("-{name}"), &process.0.id().to_string()])
         .status()
@@ -330,17 +330,17 @@ fn signal(name: &str, process: &Process) {
 }
 
 /// A role running by itself; killed when a test ends early.
-struct Process(Child);
+pub struct Process(pub Child);
 
 impl Process {
     /// SIGKILL.
-    fn kill(&mut self) {
+    pub fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 
     /// SIGTERM, and a good end.
-    fn stop(mut self) {
+    pub fn stop(mut self) {
         signal("TERM", &self);
         assert!(self.wait().success());
     }

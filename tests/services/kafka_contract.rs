@@ -1,20 +1,28 @@
-//! Kafka under the broker contract.
+//! Kafka under the broker contract, over a line that some of the cases break.
 
 use std::sync::Arc;
 
+use futures_util::future::BoxFuture;
 use relaybox::broker::kafka::{Kafka, KafkaConfig};
 use relaybox::broker::{Publisher, Subscriber};
-use relaybox_testcontainers::shared_kafka;
+use relaybox::conformance::{Fixture, Line};
+use relaybox_testcontainers::{KafkaLine, shared_kafka};
 
-use futures_util::future::BoxFuture;
-use relaybox::conformance::Fixture;
-
-struct Broker(Kafka);
+struct Broker {
+    kafka: Kafka,
+    line: Option<Arc<KafkaLine>>,
+}
 
 impl Broker {
     async fn new() -> Self {
-        let brokers = shared_kafka().await.brokers();
-        Self(Kafka::connect(KafkaConfig::new(brokers)).await.unwrap())
+        let server = shared_kafka().await;
+        let line = server.line().await.unwrap().map(Arc::new);
+        let brokers = match &line {
+            Some(line) => line.brokers(),
+            None => server.brokers(),
+        };
+        let kafka = Kafka::connect(KafkaConfig::new(brokers)).await.unwrap();
+        Self { kafka, line }
     }
 }
 
@@ -28,11 +36,32 @@ impl Fixture for Broker {
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {
-        Arc::new(self.0.clone())
+        Arc::new(self.kafka.clone())
     }
 
     fn subscriber(&self) -> Arc<dyn Subscriber> {
-        Arc::new(self.0.clone())
+        Arc::new(self.kafka.clone())
+    }
+
+    fn line(&self) -> Option<Arc<dyn Line>> {
+        let line = Arc::clone(self.line.as_ref()?);
+        Some(Arc::new(ToBreak(line)))
+    }
+}
+
+struct ToBreak(Arc<KafkaLine>);
+
+impl Line for ToBreak {
+    fn pass(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async { self.0.proxy().pass() })
+    }
+
+    fn cut(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async { self.0.proxy().cut() })
+    }
+
+    fn silence(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async { self.0.proxy().blackhole() })
     }
 }
 

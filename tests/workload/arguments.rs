@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::broker::Product;
 use super::world::Anyhow;
 
-const USAGE: &str = "usage: workload [--seconds N] [--seed N] [--relays N] [--consumers N] [--calm] [--role run|write|relay|consume]
+const USAGE: &str = "usage: workload [--seconds N] [--seed N] [--relays N] [--consumers N] [--broker kafka|rabbitmq|nats] [--calm] [--role run|write|relay|consume]
        workload --check FILE
 
 --calm leaves out the nemesis. --check judges the history that a failed run has kept.";
@@ -25,6 +26,7 @@ pub struct Arguments {
     pub seed: u64,
     pub relays: usize,
     pub consumers: usize,
+    pub product: Product,
     pub calm: bool,
     pub role: Role,
     pub check: Option<PathBuf>,
@@ -37,6 +39,7 @@ impl Arguments {
             seed: fastrand::u64(..1_000_000),
             relays: 3,
             consumers: 2,
+            product: Product::Kafka,
             calm: false,
             role: Role::Run,
             check: None,
@@ -49,6 +52,7 @@ impl Arguments {
                 "--seed" => arguments.seed = number(&value()?)?,
                 "--relays" => arguments.relays = number(&value()?)?,
                 "--consumers" => arguments.consumers = number(&value()?)?,
+                "--broker" => arguments.product = Product::named(&value()?).ok_or(USAGE)?,
                 "--calm" => arguments.calm = true,
                 "--check" => arguments.check = Some(value()?.into()),
                 "--role" => {
@@ -89,7 +93,14 @@ mod tests {
         assert_eq!(arguments.time, Duration::from_secs(3));
         assert_eq!((arguments.seed, arguments.role), (7, Role::Write));
         assert!(arguments.calm);
-        for line in ["--seed", "--seed x", "--role x", "--relays 0", "x"] {
+        for line in [
+            "--seed",
+            "--seed x",
+            "--role x",
+            "--broker x",
+            "--relays 0",
+            "x",
+        ] {
             assert!(parse(line).is_err(), "{line}");
         }
     }

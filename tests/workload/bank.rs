@@ -85,12 +85,17 @@ pub struct Change {
 
 impl Change {
     /// JSON, a line feed, and bytes of any value; headers that are no UTF-8, null and repeated.
-    pub fn message(&self, id: String, filler: &[u8]) -> serde_json::Result<Message> {
+    pub fn message(
+        &self,
+        destination: &str,
+        id: String,
+        filler: &[u8],
+    ) -> serde_json::Result<Message> {
         let mut payload = serde_json::to_vec(self)?;
         payload.push(b'\n');
         payload.extend_from_slice(filler);
         let head = filler[..filler.len().min(16)].to_vec();
-        let mut message = Message::new(TOPIC, EVENT)
+        let mut message = Message::new(destination, EVENT)
             .with_id(id)
             .with_key(self.account.to_string())
             .with_version(self.version)
@@ -274,7 +279,7 @@ mod tests {
             delta: -4,
             balance: 5,
         };
-        let message = change.message("i".into(), b"\xff\n\0").unwrap();
+        let message = change.message(TOPIC, "i".into(), b"\xff\n\0").unwrap();
         assert_eq!(Change::read(&message).unwrap(), change);
         let same = message.clone();
         assert_eq!(digest(&message), digest(&same));

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::bank::{CONSUMER, End, Fate, TOPIC};
+use super::bank::{CONSUMER, End, Fate};
 use super::history::{Account, Committed, Facts, Record};
 use super::verdict::{Rule, Verdict, Violation};
 
@@ -134,7 +134,7 @@ impl<'a> Checker<'a> {
                     letter.reason.as_deref() == Some(reason)
                         && letter.retries == i64::from(retries)
                         && letter.consumer.as_deref() == Some(CONSUMER)
-                        && letter.origin.as_deref() == Some(TOPIC)
+                        && letter.origin.as_deref() == Some(&self.facts.origin)
                         && letter.error.as_ref().is_some_and(|error| !error.is_empty())
                 }
                 End::Applied { .. } => false,
@@ -163,6 +163,9 @@ impl<'a> Checker<'a> {
 
     fn order_of_attempts(&mut self) {
         let facts = self.facts;
+        if !facts.key_affinity {
+            return;
+        }
         self.order("attempted", facts.attempts.iter().map(|a| &*a.message_id));
     }
 

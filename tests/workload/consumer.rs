@@ -10,8 +10,8 @@ use super::bank::{self, CONSUMER, Change, Fate, TOPIC, Trouble, digest};
 use super::world::{self, World};
 
 pub async fn consume(world: &World, stop: impl Future<Output = ()> + Send) -> relaybox::Result<()> {
-    let kafka = world.kafka().await?;
-    Consumer::new(CONSUMER, TOPIC, kafka, world.replica.clone())
+    let broker = world.broker().await?;
+    Consumer::new(CONSUMER, TOPIC, broker, world.replica.clone())
         .with_ladder(world::ladder())
         .with_config(ConsumerConfig::default().with_concurrency(8))
         .run_until(handler_fn(world.clone(), handle), stop)

@@ -1,23 +1,23 @@
 //! What happened, as the database and the broker tell it: the facts that the checker judges.
 
-use std::collections::BTreeMap;
-use std::time::Duration;
-
-use relaybox::ErrorKind;
-use relaybox::broker::kafka::Kafka;
-use relaybox::broker::{Settlement, Subscriber, SubscriptionRequest};
+use relaybox::broker::Broker;
 use relaybox::envelope::Incoming;
 use serde::{Deserialize, Serialize};
 use sqlx::FromRow;
 use sqlx::postgres::{PgPool, PgRow};
 
 use super::bank::{CONSUMER, PARTITIONS, TOPIC, digest};
+use super::broker::read;
 use super::world::{self, Anyhow, World};
 
 /// Everything that was recorded in a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
     pub seed: u64,
+    /// What the story of a failed message must say of its origin.
+    pub origin: String,
+    /// Whether the broker gives all messages of an account to one member at a time: only then are they handled in order.
+    pub key_affinity: bool,
     /// What every account had before.
     pub opening: i64,
     pub bank: Vec<Account>,
@@ -104,7 +104,7 @@ impl Left {
     }
 
     /// Asked in the order in which messages move, so that one on its way is seen somewhere.
-    pub async fn now(world: &World, kafka: &Kafka) -> Anyhow<Self> {
+    pub async fn now(world: &World, broker: &dyn Broker) -> Anyhow<Self> {
         let count = |sql: &'static str| async move {
             let count: i64 = sqlx::query_scalar(sql).fetch_one(&world.notebook).await?;
             Anyhow::Ok(u64::try_from(count)?)
@@ -113,7 +113,7 @@ impl Left {
         let aside = count("SELECT count(*) FROM bank.relaybox_outbox_aside").await?;
         let mut lag = 0;
         for topic in std::iter::once(TOPIC.to_owned()).chain(world::rungs()) {
-            lag += kafka.lag(CONSUMER, &topic).await?.messages;
+            lag += broker.lag(CONSUMER, &topic).await?.messages;
         }
         Ok(Self { outbox, aside, lag })
     }
@@ -155,12 +155,14 @@ impl Facts {
         disturbed: Disturbed,
         faults: Vec<String>,
     ) -> Anyhow<Self> {
-        let kafka = world.kafka().await?;
+        let broker = world.broker().await?;
         let db = &world.notebook;
-        let wire = topic(&kafka, TOPIC).await?;
-        let letters = topic(&kafka, &world::dead_letters()).await?;
+        let wire = read(&*broker, &world.place.product.wire(TOPIC)).await?;
+        let letters = read(&*broker, &world::dead_letters()).await?;
         Ok(Self {
             seed,
+            origin: world.destination(),
+            key_affinity: broker.key_affinity(TOPIC),
             opening: super::bank::OPENING,
             bank: accounts(
                 db,
@@ -198,7 +200,7 @@ impl Facts {
             })
             .collect(),
             dead: letters.into_values().map(dead).collect(),
-            left: Left::now(world, &kafka).await?,
+            left: Left::now(world, &*broker).await?,
             disturbed,
             faults,
         })
@@ -254,32 +256,4 @@ fn dead(letter: Incoming) -> Dead {
         origin: story.origin.map(|origin| origin.topic),
         digest,
     }
-}
-
-/// Everything on a topic, read as an auditor that belongs to nobody's group, by partition and offset.
-async fn topic(kafka: &Kafka, name: &str) -> Anyhow<BTreeMap<(i32, i64), Incoming>> {
-    let mut records = BTreeMap::new();
-    let depth = match kafka.depth(name).await {
-        Ok(depth) => usize::try_from(depth.messages)?,
-        Err(error) if error.kind() == ErrorKind::NotFound => 0,
-        Err(error) => return Err(error.into()),
-    };
-    if depth == 0 {
-        return Ok(records);
-    }
-    let auditor = format!("auditor-{:08x}", fastrand::u32(..));
-    let request = SubscriptionRequest::new(auditor, vec![name.to_owned()]);
-    let mut subscription = kafka.subscribe(request).await?;
-    while records.len() < depth {
-        for delivery in subscription.receive(depth - records.len()).await? {
-            delivery.receipt.settle(Settlement::Acknowledge).await?;
-            let origin = &delivery.coordinates;
-            let (Some(partition), Some(offset)) = (&origin.partition, &origin.offset) else {
-                return Err("a record without its place".into());
-            };
-            records.insert((partition.parse()?, offset.parse()?), delivery.incoming);
-        }
-    }
-    subscription.close(Duration::from_secs(10)).await?;
-    Ok(records)
 }

@@ -1,7 +1,7 @@
 //! A bank under trouble: the workload that shows losses, doubled effects and broken order, and its checker.
 //!
 //! Transfers between accounts are written to PostgreSQL, each with one message per changed account in the same
-//! transaction. Relays move the messages to Kafka, consumers apply them to a replica with an effect that is *not*
+//! transaction. Relays move the messages to a broker (`--broker`, Kafka if not named), consumers apply them to a replica with an effect that is *not*
 //! idempotent. Meanwhile processes are killed and frozen and both servers restarted. At the end everything must have
 //! come to its end, and the checker judges what database and topic tell.
 //!
@@ -18,12 +18,15 @@
 
 mod arguments;
 mod bank;
+#[path = "../../examples/webhooks/broker.rs"]
+mod broker;
 mod checker;
 mod consumer;
 mod history;
 mod nemesis;
 mod processes;
 mod run;
+mod server;
 mod verdict;
 mod world;
 mod writer;
@@ -75,7 +78,7 @@ async fn run() -> Anyhow<bool> {
         .with_ansi(false)
         .init();
     let stop = terminated()?;
-    let world = World::from_environment()?;
+    let world = World::from_environment(arguments.product)?;
     if arguments.role == Role::Write {
         return writer::write(&world, arguments.seed, stop)
             .await
@@ -102,7 +105,7 @@ async fn relay(world: &World, stop: impl Future<Output = ()> + Send) -> relaybox
     let config = RelayConfig::default()
         .with_batch_rows_max(BATCH)
         .with_lease(world::LEASE);
-    let relay = Relay::new(world.bank.clone(), world.kafka().await?).with_config(config);
+    let relay = Relay::new(world.bank.clone(), world.broker().await?).with_config(config);
     relay.run_until(stop).await
 }
 

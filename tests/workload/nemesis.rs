@@ -6,13 +6,14 @@
 use std::time::{Duration, Instant};
 
 use relaybox::store::OutboxAdmin;
-use relaybox::store::postgres::PostgresStore;
-use relaybox_testcontainers::{Kafka, Postgres};
+use relaybox_testcontainers::Postgres;
 
-use super::bank::{TOPIC, mixed};
+use super::bank::mixed;
+use super::broker::SESSION;
 use super::history::Disturbed;
 use super::processes::Fleet;
-use super::world::{Anyhow, LEASE, SESSION};
+use super::server::Server;
+use super::world::{Anyhow, LEASE, World};
 
 /// What is in trouble.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +43,7 @@ pub enum Action {
         down: Duration,
     },
     Postgres(Blow),
-    Kafka(Blow),
+    Broker(Blow),
     /// Nothing may go to the topic.
     Pause {
         time: Duration,
@@ -85,13 +86,13 @@ pub fn plan(seed: u64, target: Target, members: usize, time: Duration) -> Vec<St
         Target::Servers => (3_000, 4_000..10_000),
         Target::Destination => (2_000, 6_000..12_000),
     };
-    let kafka_first = random.bool();
+    let broker_first = random.bool();
     let mut after = Duration::from_millis(random.u64(first..first + 3_000));
     let mut at = after;
     let mut steps = Vec::new();
     while at < time {
         let action = match target {
-            Target::Servers => blow(&mut random, steps.len().is_multiple_of(2) == kafka_first),
+            Target::Servers => blow(&mut random, steps.len().is_multiple_of(2) == broker_first),
             Target::Destination => second_thoughts(&mut random),
             _ => misfortune(&mut random, target, members),
         };
@@ -132,7 +133,7 @@ fn second_thoughts(random: &mut fastrand::Rng) -> Action {
     }
 }
 
-fn blow(random: &mut fastrand::Rng, kafka: bool) -> Action {
+fn blow(random: &mut fastrand::Rng, broker: bool) -> Action {
     let down = Duration::from_millis(random.u64(0..4_000));
     let blow = match random.u8(0..4) {
         0 | 1 => Blow::Kill { down },
@@ -141,8 +142,8 @@ fn blow(random: &mut fastrand::Rng, kafka: bool) -> Action {
             time: down + Duration::from_secs(1),
         },
     };
-    match kafka {
-        true => Action::Kafka(blow),
+    match broker {
+        true => Action::Broker(blow),
         false => Action::Postgres(blow),
     }
 }
@@ -219,7 +220,7 @@ pub async fn trouble_processes(
 /// Carries out a plan on the servers; returns how often one of them was disturbed.
 pub async fn trouble_servers(
     postgres: &Postgres,
-    kafka: &Kafka,
+    broker: &Server,
     plan: Vec<Step>,
     time: Duration,
     diary: Diary,
@@ -249,21 +250,21 @@ pub async fn trouble_servers(
                 }
                 "PostgreSQL"
             }
-            Action::Kafka(blow) => {
+            Action::Broker(blow) => {
                 match blow {
                     Blow::Kill { down } => {
-                        kafka.kill().await?;
+                        broker.kill().await?;
                         tokio::time::sleep(down).await;
-                        kafka.start_again().await?;
+                        broker.start_again().await?;
                     }
-                    Blow::Restart => kafka.restart().await?,
+                    Blow::Restart => broker.restart().await?,
                     Blow::Freeze { time } => {
-                        kafka.stop().await?;
+                        broker.stop().await?;
                         tokio::time::sleep(time).await;
-                        kafka.cont().await?;
+                        broker.cont().await?;
                     }
                 }
-                "Kafka"
+                "the broker"
             }
             _ => return Err("this cannot be done to a server".into()),
         };
@@ -274,31 +275,32 @@ pub async fn trouble_servers(
 
 /// Carries out a plan on the topic, through an operator's calls.
 pub async fn trouble_destination(
-    bank: &PostgresStore,
+    world: &World,
     plan: Vec<Step>,
     time: Duration,
     diary: Diary,
 ) -> Anyhow<()> {
+    let (bank, name) = (&world.bank, &*world.destination());
     let start = Instant::now();
     for step in plan {
         if !in_time(start, &step, time).await {
             break;
         }
-        diary.note(format!("{TOPIC}: {:?}", step.action));
+        diary.note(format!("{name}: {:?}", step.action));
         match step.action {
             Action::Pause { time } => {
-                insist(async || bank.pause(TOPIC, "nemesis").await).await?;
+                insist(async || bank.pause(name, "nemesis").await).await?;
                 tokio::time::sleep(time).await;
-                insist(async || bank.resume(TOPIC).await).await?;
+                insist(async || bank.resume(name).await).await?;
             }
             Action::Limit { rate_max, time } => {
-                insist(async || bank.limit(TOPIC, Some(rate_max), "nemesis").await).await?;
+                insist(async || bank.limit(name, Some(rate_max), "nemesis").await).await?;
                 tokio::time::sleep(time).await;
-                insist(async || bank.limit(TOPIC, None, "nemesis").await).await?;
+                insist(async || bank.limit(name, None, "nemesis").await).await?;
             }
             _ => return Err("this cannot be done to a destination".into()),
         }
-        diary.note(format!("{TOPIC} is free"));
+        diary.note(format!("{name} is free"));
     }
     Ok(())
 }
@@ -359,7 +361,7 @@ mod tests {
             .flat_map(|target| plan(7, target, 3, TIME))
             .map(|step| match step.action {
                 Action::Postgres(blow) => format!("p{:?}", std::mem::discriminant(&blow)),
-                Action::Kafka(blow) => format!("k{:?}", std::mem::discriminant(&blow)),
+                Action::Broker(blow) => format!("b{:?}", std::mem::discriminant(&blow)),
                 action => format!("{:?}", std::mem::discriminant(&action)),
             })
             .collect();

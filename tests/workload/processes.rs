@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::world::{Anyhow, KAFKA, POSTGRES};
+use super::broker::Product;
+use super::world::{Anyhow, POSTGRES};
 
 /// How long a role may take to end after SIGTERM.
 const STOP_WITHIN: Duration = Duration::from_secs(60);
@@ -19,7 +20,8 @@ const POLL: Duration = Duration::from_millis(20);
 #[derive(Debug, Clone)]
 pub struct Setting {
     pub url: String,
-    pub brokers: String,
+    pub product: Product,
+    pub address: String,
     pub seed: u64,
     /// Where their logs go.
     pub directory: PathBuf,
@@ -78,9 +80,11 @@ impl Fleet {
                 self.role,
                 "--seed",
                 &self.setting.seed.to_string(),
+                "--broker",
+                self.setting.product.name(),
             ])
             .env(POSTGRES, &self.setting.url)
-            .env(KAFKA, &self.setting.brokers)
+            .env(self.setting.product.variable(), &self.setting.address)
             .stdin(Stdio::piped())
             .stdout(log.try_clone()?)
             .stderr(log)

@@ -1,7 +1,7 @@
 //! Each rule of the checker, seen failing on a history made up for it, and passing beside it.
 
 use super::*;
-use crate::bank::id_of;
+use crate::bank::{TOPIC, id_of};
 use crate::history::{Applied, Attempt, Dead, Disturbed, Left};
 
 const SEED: u64 = 7;
@@ -45,6 +45,8 @@ fn good() -> Facts {
     Facts {
         seed: SEED,
         // Two accounts would need a change each; one that starts lower keeps the sum.
+        origin: TOPIC.into(),
+        key_affinity: true,
         opening: OPENING,
         bank: vec![account(1, 115, 3)],
         replica: vec![account(1, 110, 2)],

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use relaybox_testcontainers::{Kafka, KafkaOptions, Postgres, PostgresOptions};
+use relaybox_testcontainers::{Postgres, PostgresOptions};
 
 use super::arguments::Arguments;
 use super::checker::check;
@@ -12,6 +12,7 @@ use super::nemesis::{
     Diary, Step, Target, plan, trouble_destination, trouble_processes, trouble_servers,
 };
 use super::processes::{self, Fleet, Setting};
+use super::server::Server;
 use super::verdict::Verdict;
 use super::world::{Anyhow, World};
 
@@ -57,7 +58,7 @@ fn print(verdict: &Verdict) -> bool {
 /// The services and processes of a run.
 struct Stage {
     postgres: Postgres,
-    kafka: Kafka,
+    broker: Server,
     world: World,
     relays: Fleet,
     consumers: Fleet,
@@ -81,16 +82,18 @@ impl Stage {
         let postgres = PostgresOptions::default()
             .with_durable()
             .with_local_process();
-        let kafka = KafkaOptions::default().with_local_process();
-        let (postgres, kafka) =
-            tokio::try_join!(Postgres::start_with(postgres), Kafka::start_with(kafka))?;
+        let (postgres, broker) = tokio::try_join!(
+            Postgres::start_with(postgres),
+            Server::start(arguments.product)
+        )?;
         let setting = Setting {
             url: postgres.create_database("workload").await?,
-            brokers: kafka.brokers(),
+            product: arguments.product,
+            address: broker.address(),
             seed: arguments.seed,
             directory: directory.to_owned(),
         };
-        let world = World::new(&setting.url, &setting.brokers)?;
+        let world = World::new(&setting.url, setting.product, &setting.address)?;
         world.prepare().await?;
         let stage = Self {
             relays: Fleet::start("relay", arguments.relays, &setting)?,
@@ -98,7 +101,7 @@ impl Stage {
             writer: Fleet::start("write", 1, &setting)?,
             diary: Diary::new(),
             postgres,
-            kafka,
+            broker,
             world,
         };
         stage.diary.note("everything runs");
@@ -118,8 +121,8 @@ impl Stage {
             trouble_processes(&mut self.relays, relays, time, diary),
             trouble_processes(&mut self.consumers, consumers, time, diary),
             trouble_processes(&mut self.writer, writer, time, diary),
-            trouble_servers(&self.postgres, &self.kafka, servers, time, diary),
-            trouble_destination(&self.world.bank, destination, time, diary),
+            trouble_servers(&self.postgres, &self.broker, servers, time, diary),
+            trouble_destination(&self.world, destination, time, diary),
             async {
                 tokio::time::sleep(time).await;
                 Ok(())
@@ -155,11 +158,11 @@ impl Stage {
 
     /// Waits until nothing is left, or the time is over: then the checker sees what is.
     async fn drain(&self) -> Anyhow<Left> {
-        let kafka = self.world.kafka().await?;
+        let broker = self.world.broker().await?;
         let deadline = Instant::now() + DRAIN_WITHIN;
         let mut noted = Instant::now();
         loop {
-            let left = Left::now(&self.world, &kafka).await;
+            let left = Left::now(&self.world, &*broker).await;
             if Instant::now() > deadline || left.as_ref().is_ok_and(Left::is_nothing) {
                 return left;
             }

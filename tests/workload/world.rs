@@ -1,25 +1,23 @@
-//! The services of a run: two schemas in one database, and one topic.
+//! The services of a run: two schemas in one database, and one broker.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use relaybox::broker::kafka::{Kafka, KafkaConfig};
+use relaybox::broker::Broker;
 use relaybox::ladder::Ladder;
 use relaybox::store::Prefix;
 use relaybox::store::postgres::PostgresStore;
 use sqlx::postgres::{PgPool, PgPoolOptions};
 
 use super::bank;
+use super::broker::{Place, Product};
 
 pub type Anyhow<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 pub const POSTGRES: &str = "RELAYBOX_POSTGRES_URL";
-pub const KAFKA: &str = "RELAYBOX_KAFKA_BROKERS";
 
-/// Short, so that a killed relay's lanes are free after a few seconds.
-const PUBLISH_DEADLINE: Duration = Duration::from_secs(3);
 /// At least twice the publish deadline and two seconds.
 pub const LEASE: Duration = Duration::from_secs(8);
-pub const SESSION: Duration = Duration::from_secs(6);
 
 pub fn ladder() -> Ladder {
     Ladder::rungs(bank::RUNGS.map(Duration::from_secs))
@@ -42,16 +40,20 @@ pub struct World {
     pub notebook: PgPool,
     pub bank: PostgresStore,
     pub replica: PostgresStore,
-    brokers: String,
+    pub place: Place,
 }
 
 impl World {
-    pub fn from_environment() -> Anyhow<Self> {
+    pub fn from_environment(product: Product) -> Anyhow<Self> {
         let variable = |name: &str| std::env::var(name).map_err(|_| format!("{name} is not set"));
-        Self::new(&variable(POSTGRES)?, &variable(KAFKA)?)
+        Self::new(
+            &variable(POSTGRES)?,
+            product,
+            &variable(product.variable())?,
+        )
     }
 
-    pub fn new(url: &str, brokers: &str) -> Anyhow<Self> {
+    pub fn new(url: &str, product: Product, address: &str) -> Anyhow<Self> {
         let pool = |connections| {
             PgPoolOptions::new()
                 .acquire_timeout(Duration::from_secs(5))
@@ -67,15 +69,20 @@ impl World {
             replica: store("replica.relaybox_")?,
             notebook: pool(4)?,
             pool: shared,
-            brokers: brokers.to_owned(),
+            place: Place {
+                product,
+                address: address.to_owned(),
+            },
         })
     }
 
-    pub async fn kafka(&self) -> relaybox::Result<Kafka> {
-        let config = KafkaConfig::new(&self.brokers)
-            .with_publish_deadline(PUBLISH_DEADLINE)
-            .with_session_timeout(SESSION);
-        Kafka::connect(config).await
+    /// Where the bank's messages are sent to.
+    pub fn destination(&self) -> String {
+        self.place.product.destination(bank::TOPIC)
+    }
+
+    pub async fn broker(&self) -> relaybox::Result<Arc<dyn Broker>> {
+        self.place.connect(bank::TOPIC).await
     }
 
     /// Makes everything that must be there before the first role starts.
@@ -105,10 +112,6 @@ impl World {
         }
         self.bank.migrate().await?;
         self.replica.migrate().await?;
-        Ok(self
-            .kafka()
-            .await?
-            .create_topic(bank::TOPIC, bank::PARTITIONS)
-            .await?)
+        Ok(self.place.prepare(bank::TOPIC, bank::PARTITIONS).await?)
     }
 }

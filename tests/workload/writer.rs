@@ -139,7 +139,7 @@ impl Writer {
             balance,
         };
         let id = id_of(self.seed, plan.number, account);
-        let message = change.message(id, &plan.filler)?;
+        let message = self.message(&change, id, plan)?;
         sqlx::query("INSERT INTO bank.history VALUES ($1, $2, $3, $4, $5, $6, $7)")
             .bind(message.id.as_str())
             .bind(plan.number)
@@ -153,6 +153,11 @@ impl Writer {
         Ok(message)
     }
 
+    fn message(&self, change: &Change, id: String, plan: &Transfer) -> Anyhow<Message> {
+        let destination = self.world.destination();
+        Ok(change.message(&destination, id, &plan.filler)?)
+    }
+
     /// A message and a change that a savepoint takes back.
     async fn phantom(&self, tx: &mut Transaction<'_, Postgres>, plan: &Transfer) -> Anyhow<()> {
         let mut savepoint = tx.begin().await?;
@@ -163,7 +168,7 @@ impl Writer {
             delta: 1_000_000,
             balance: 0,
         };
-        let message = change.message(format!("phantom-{}", plan.number), &plan.filler)?;
+        let message = self.message(&change, format!("phantom-{}", plan.number), plan)?;
         self.outbox.enqueue(&mut savepoint, message).await?;
         sqlx::query("UPDATE bank.account SET balance = 0 WHERE id = $1")
             .bind(plan.from)

@@ -37,6 +37,32 @@ impl Partitioner {
     }
 }
 
+/// How the members of a consumer share its partitions. All members of one consumer must have the same, or they refuse
+/// one another: change it with the consumer stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Assignor {
+    /// A rebalance takes away only the partitions that move (`cooperative-sticky`, the default).
+    #[default]
+    CooperativeSticky,
+    /// A rebalance takes away all partitions, as with Java's older default (`range`): for a consumer whose other
+    /// members have it.
+    Range,
+    /// The brokers share them out and say how long a session lasts (`group.protocol=consumer`, KIP-848): Kafka 4.0 or
+    /// later. [The session timeout](KafkaConfig::with_session_timeout) means nothing then.
+    Broker,
+}
+
+impl Assignor {
+    pub(super) const fn strategy(self) -> Option<&'static str> {
+        match self {
+            Self::CooperativeSticky => Some("cooperative-sticky"),
+            Self::Range => Some("range"),
+            Self::Broker => None,
+        }
+    }
+}
+
 /// How to reach a Kafka cluster and how to behave there.
 ///
 /// | setting | default | bounds |
@@ -49,6 +75,8 @@ impl Partitioner {
 /// | limits | [`Limits::default`] | destination at most 249 bytes, message at most 900 MB |
 /// | answer deadline | 5 s | 100 ms to 1 min |
 /// | commit interval | 1 s | 50 ms to 1 min |
+/// | assignor | [`Assignor::CooperativeSticky`] | |
+/// | instance id | none | not empty, no NUL |
 /// | session timeout | 45 s | 1 s to 30 min |
 /// | poll interval | 5 min | at least the session timeout, at most 24 h |
 /// | drain deadline | 20 s | below the poll interval |
@@ -67,6 +95,8 @@ pub struct KafkaConfig {
     pub(super) limits: Limits,
     pub(super) answer_deadline: Duration,
     pub(super) commit_interval: Duration,
+    pub(super) assignor: Assignor,
+    pub(super) instance_id: Option<String>,
     pub(super) session_timeout: Duration,
     pub(super) poll_interval_max: Duration,
     pub(super) drain_deadline: Duration,
@@ -87,6 +117,8 @@ impl KafkaConfig {
             limits: Limits::default(),
             answer_deadline: Duration::from_secs(5),
             commit_interval: Duration::from_secs(1),
+            assignor: Assignor::default(),
+            instance_id: None,
             session_timeout: Duration::from_secs(45),
             poll_interval_max: Duration::from_secs(300),
             drain_deadline: Duration::from_secs(20),
@@ -160,6 +192,24 @@ impl KafkaConfig {
         self
     }
 
+    /// How the members of a consumer share its partitions.
+    #[must_use]
+    pub const fn with_assignor(mut self, assignor: Assignor) -> Self {
+        self.assignor = assignor;
+        self
+    }
+
+    /// Names this member, for good, in every consumer it joins (static membership): one that ends and is back under
+    /// the same name within the session timeout finds its partitions as they were, and the others notice nothing.
+    /// Until then nobody reads those.
+    ///
+    /// No two members of a consumer may have the same name at a time: one of them ends with an error.
+    #[must_use]
+    pub fn with_instance_id(mut self, id: impl Into<String>) -> Self {
+        self.instance_id = Some(id.into());
+        self
+    }
+
     /// How long a partition that is taken away waits for deliveries in work, so that they need not come twice.
     #[must_use]
     pub const fn with_drain_deadline(mut self, deadline: Duration) -> Self {
@@ -205,6 +255,15 @@ impl KafkaConfig {
         }
         if self.client_id.is_empty() {
             return Err(Error::configuration("client_id", "not empty", ""));
+        }
+        if let Some(id) = &self.instance_id
+            && (id.is_empty() || id.contains('\0'))
+        {
+            return Err(Error::configuration(
+                "instance_id",
+                "a name without NUL",
+                id,
+            ));
         }
         let second = Duration::from_secs(1);
         let minute = Duration::from_secs(60);

@@ -3,12 +3,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdkafka::admin::AdminClient;
+use rdkafka::admin::{
+    AdminClient, AdminOptions, ConfigResource, NewTopic, ResourceSpecifier, TopicResult,
+};
+use rdkafka::client::Client;
+use rdkafka::error::KafkaResult;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+use rdkafka::producer::{FutureProducer, Producer};
 
 use super::config::KafkaConfig;
 use super::context::Context;
-use super::error::mapped;
+use super::error::{Trouble, mapped};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A topic as the metadata show it.
@@ -20,18 +25,23 @@ pub(super) struct Topic {
     pub(super) replicas: usize,
 }
 
-/// A client for metadata and administration.
+/// What questions are asked with. It sends no record: a producer is the client whose events somebody serves, so that
+/// the state of its connections is known.
 pub(super) struct Control {
-    pub(super) admin: AdminClient<Context>,
+    asking: FutureProducer<Context>,
+    context: Context,
+    admin: rdkafka::ClientConfig,
     brokers: String,
     pub(super) deadline: Duration,
 }
 
 impl Control {
     pub(super) fn new(config: &KafkaConfig) -> Result<Arc<Self>> {
-        let admin = create(&config.control())?;
+        let context = Context::default();
         Ok(Arc::new(Self {
-            admin,
+            asking: create_with(&config.asking(), context.clone())?,
+            context,
+            admin: config.admin(),
             brokers: config.brokers().to_owned(),
             deadline: config.answer_deadline,
         }))
@@ -42,12 +52,21 @@ impl Control {
         let control = Arc::clone(self);
         blocking("connect", move || {
             // The client learns the cluster's id from the first metadata that any broker sends.
-            match control.admin.inner().fetch_cluster_id(control.deadline) {
+            match control.client().fetch_cluster_id(control.deadline) {
                 Some(_) => Ok(()),
                 None => Err(control.unavailable("connect")),
             }
         })
         .await
+    }
+
+    pub(super) fn client(&self) -> &Client<impl rdkafka::ClientContext> {
+        self.asking.client()
+    }
+
+    /// A client for administration.
+    pub(super) fn admin(&self) -> Result<Admin> {
+        create_with(&self.admin, Context::default()).map(|client| Admin(Some(client)))
     }
 
     /// Looks topics up; one answer per name, in order, `None` for those that do not exist.
@@ -90,8 +109,7 @@ impl Control {
     ) -> Result<Result<Option<Topic>>> {
         let left = until.saturating_duration_since(Instant::now());
         let metadata = self
-            .admin
-            .inner()
+            .client()
             .fetch_metadata(Some(name), left)
             .map_err(|source| self.unavailable(operation).with_source(source))?;
         let Some(topic) = metadata.topics().first() else {
@@ -145,23 +163,71 @@ impl Control {
     }
 
     fn unavailable(&self, operation: &'static str) -> Error {
-        Error::new(
-            ErrorKind::Unavailable,
-            operation,
-            format!("no answer from {} within {:?}", self.brokers, self.deadline),
-        )
+        let cause = match self.trouble() {
+            Some(trouble) => format!(": {}", trouble.detail()),
+            None => String::new(),
+        };
+        let (brokers, deadline) = (&self.brokers, self.deadline);
+        let detail = format!("no answer from {brokers} within {deadline:?}{cause}");
+        Error::new(ErrorKind::Unavailable, operation, detail)
+    }
+
+    /// Why no broker serves this client, if so.
+    pub(super) fn trouble(&self) -> Option<Trouble> {
+        self.context.trouble()
     }
 }
 
-/// Makes a client of any kind; a property it does not know or a value it refuses is a setting's fault.
-pub(super) fn create<T>(config: &rdkafka::ClientConfig) -> Result<T>
-where
-    T: rdkafka::config::FromClientConfigAndContext<Context>,
-{
-    create_with(config, Context::default())
+/// Makes and describes topics. Nothing serves its events, which would pile up in the client, so it lives for a call.
+pub(super) struct Admin(Option<AdminClient<Context>>);
+
+impl Admin {
+    pub(super) async fn create_topics(
+        &self,
+        topics: &[NewTopic<'_>],
+        options: &AdminOptions,
+    ) -> KafkaResult<Vec<TopicResult>> {
+        match &self.0 {
+            Some(client) => client.create_topics(topics, options).await,
+            None => Err(KafkaError::Canceled),
+        }
+    }
+
+    pub(super) async fn describe_topics(
+        &self,
+        names: &[String],
+        options: &AdminOptions,
+    ) -> KafkaResult<Vec<Result<ConfigResource, Code>>> {
+        match &self.0 {
+            Some(client) => {
+                let topics = names.iter().map(|name| ResourceSpecifier::Topic(name));
+                let topics: Vec<_> = topics.collect();
+                client.describe_configs(&topics, options).await
+            }
+            None => Err(KafkaError::Canceled),
+        }
+    }
 }
 
-/// The same with a context of the caller's.
+/// Its end joins a thread: nothing for an async one.
+impl Drop for Admin {
+    fn drop(&mut self) {
+        end_aside(self.0.take());
+    }
+}
+
+/// Drops a client on a thread of its own.
+pub(super) fn end_aside<T: Send + 'static>(client: Option<T>) {
+    let Some(client) = client else {
+        return;
+    };
+    // Where no thread can be had the closure is dropped here and now, and the client with it.
+    let _ = std::thread::Builder::new()
+        .name("relaybox-kafka-drop".into())
+        .spawn(move || drop(client));
+}
+
+/// Makes a client of any kind; a property it does not know or a value it refuses is a setting's fault.
 pub(super) fn create_with<C, T>(config: &rdkafka::ClientConfig, context: C) -> Result<T>
 where
     C: rdkafka::ClientContext,

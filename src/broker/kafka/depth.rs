@@ -1,88 +1,159 @@
-//! How much there is, and how much of it a consumer has dealt with.
+//! How much there is, how much of it a consumer has dealt with, and how old the oldest of that is.
 
+use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use rdkafka::consumer::{BaseConsumer, Consumer, DefaultConsumerContext};
-use rdkafka::{Offset, TopicPartitionList};
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::KafkaError;
+use rdkafka::{Message as _, Offset, TopicPartitionList};
+use time::OffsetDateTime;
 
 use super::config::KafkaConfig;
-use super::control::{Control, blocking, create_with};
+use super::context::Context;
+use super::control::{Control, blocking, create_with, end_aside};
 use super::error::mapped;
 use crate::broker::Backlog;
 use crate::error::Result;
 
-/// Offsets between the oldest and the newest record of all partitions. Transaction markers and compacted records
-/// count.
-pub(super) async fn depth(control: &Arc<Control>, topic: &str) -> Result<Backlog> {
-    let found = control.all_exist("depth", &[topic.to_owned()]).await?;
-    let partitions = partitions(found.first().map_or(0, |topic| topic.partitions));
-    let (control, topic) = (Arc::clone(control), topic.to_owned());
-    blocking("depth", move || {
-        let until = Instant::now() + control.deadline;
-        let mut depth = 0;
-        for partition in partitions {
-            let (low, high) = watermarks(&control, "depth", &topic, partition, until)?;
-            depth += between(low, high);
-        }
-        Ok(Backlog::new(depth, None))
-    })
-    .await
+/// What is asked about.
+struct Question {
+    operation: &'static str,
+    control: Arc<Control>,
+    topic: String,
+    until: Instant,
 }
 
-/// Offsets that the consumer has not committed yet.
-pub(super) async fn lag(
+/// From where to where a partition is counted.
+struct Stretch {
+    partition: i32,
+    from: i64,
+    to: i64,
+}
+
+impl Stretch {
+    fn offsets(&self) -> u64 {
+        u64::try_from(self.to.saturating_sub(self.from)).unwrap_or(0)
+    }
+}
+
+/// Of all that a topic holds, or only of what the consumer has not committed.
+pub(super) async fn backlog(
     config: &KafkaConfig,
     control: &Arc<Control>,
-    consumer: &str,
+    consumer: Option<&str>,
     topic: &str,
 ) -> Result<Backlog> {
-    let found = control.all_exist("lag", &[topic.to_owned()]).await?;
-    let partitions = partitions(found.first().map_or(0, |topic| topic.partitions));
-    // Never subscribed: it only asks what its group has committed.
-    let asking: BaseConsumer = create_with(&config.consumer(consumer), DefaultConsumerContext)?;
-    let (control, topic) = (Arc::clone(control), topic.to_owned());
-    blocking("lag", move || {
-        let until = Instant::now() + control.deadline;
-        let mut wanted = TopicPartitionList::new();
-        for partition in partitions {
-            wanted.add_partition(&topic, partition);
-        }
-        let committed = asking
-            .committed_offsets(wanted, control.deadline)
-            .map_err(|source| mapped("lag", &topic, source))?;
-        let mut lag = 0;
-        for element in committed.elements() {
-            let (low, high) = watermarks(&control, "lag", &topic, element.partition(), until)?;
-            lag += match element.offset() {
-                Offset::Offset(offset) => between(offset.max(low), high),
-                _ => between(low, high),
-            };
-        }
-        Ok(Backlog::new(lag, None))
+    let operation = if consumer.is_some() { "lag" } else { "depth" };
+    let found = control.all_exist(operation, &[topic.to_owned()]).await?;
+    let partitions = found.first().map_or(0, |topic| topic.partitions);
+    let partitions = i32::try_from(partitions).unwrap_or(i32::MAX);
+    // Never subscribed: it reads what the group has committed, and the records there.
+    let reader = create_with(&config.reader(consumer), Context::default())?;
+    let question = Question {
+        operation,
+        control: Arc::clone(control),
+        topic: topic.to_owned(),
+        until: Instant::now() + control.deadline,
+    };
+    let is_consumers = consumer.is_some();
+    blocking(operation, move || {
+        let backlog = question.answer(&reader, partitions, is_consumers);
+        end_aside(Some(reader));
+        backlog
     })
     .await
 }
 
-fn partitions(count: usize) -> std::ops::Range<i32> {
-    0..i32::try_from(count).unwrap_or(i32::MAX)
+impl Question {
+    fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+
+    fn failed(&self, source: KafkaError) -> crate::Error {
+        mapped(self.operation, &self.topic, source)
+    }
+
+    fn answer(
+        &self,
+        reader: &BaseConsumer<Context>,
+        partitions: i32,
+        is_consumers: bool,
+    ) -> Result<Backlog> {
+        let mut list = TopicPartitionList::new();
+        for partition in 0..partitions {
+            list.add_partition(&self.topic, partition);
+        }
+        if is_consumers {
+            let committed = reader.committed_offsets(list, self.left());
+            list = committed.map_err(|source| self.failed(source))?;
+        }
+        let mut stretches = Vec::new();
+        for element in list.elements() {
+            let partition = element.partition();
+            let client = self.control.client();
+            let (low, to) = client
+                .fetch_watermarks(&self.topic, partition, self.left())
+                .map_err(|source| self.failed(source))?;
+            let from = match element.offset() {
+                Offset::Offset(committed) => committed.max(low),
+                _ => low,
+            };
+            if from < to {
+                stretches.push(Stretch {
+                    partition,
+                    from,
+                    to,
+                });
+            }
+        }
+        self.count(reader, &stretches)
+    }
+
+    /// Reads the first record of each stretch: its age, and whether there is one at all, because markers of
+    /// transactions and what was compacted away have offsets too.
+    fn count(&self, reader: &BaseConsumer<Context>, stretches: &[Stretch]) -> Result<Backlog> {
+        let mut list = TopicPartitionList::new();
+        for stretch in stretches {
+            list.add_partition_offset(&self.topic, stretch.partition, Offset::Offset(stretch.from))
+                .map_err(|source| self.failed(source))?;
+        }
+        let mut unread: HashMap<i32, &Stretch> =
+            stretches.iter().map(|s| (s.partition, s)).collect();
+        if !unread.is_empty() {
+            reader.assign(&list).map_err(|source| self.failed(source))?;
+        }
+        let mut messages = 0;
+        let mut first: Option<i64> = None;
+        while !unread.is_empty() && !self.left().is_zero() {
+            match reader.poll(self.left()) {
+                Some(Ok(record)) => {
+                    if let Some(stretch) = unread.remove(&record.partition()) {
+                        messages += stretch.offsets();
+                        let at = record.timestamp().to_millis();
+                        first =
+                            first.map_or(at, |first| Some(at.map_or(first, |at| at.min(first))));
+                    }
+                }
+                Some(Err(KafkaError::PartitionEOF(partition))) => {
+                    unread.remove(&partition);
+                }
+                // The client mends it or the time runs out.
+                Some(Err(_)) | None => {}
+            }
+        }
+        // Not looked at in time: counted all the same.
+        messages += unread
+            .values()
+            .map(|stretch| stretch.offsets())
+            .sum::<u64>();
+        Ok(Backlog::new(messages, first.map(age)))
+    }
 }
 
-fn watermarks(
-    control: &Control,
-    operation: &'static str,
-    topic: &str,
-    partition: i32,
-    until: Instant,
-) -> Result<(i64, i64)> {
-    let left = until.saturating_duration_since(Instant::now());
-    control
-        .admin
-        .inner()
-        .fetch_watermarks(topic, partition, left)
-        .map_err(|source| mapped(operation, topic, source))
-}
-
-fn between(from: i64, to: i64) -> u64 {
-    u64::try_from(to.saturating_sub(from)).unwrap_or(0)
+/// By this machine's clock; the record has the clock of its producer, or of the broker.
+fn age(at_millis: i64) -> Duration {
+    let now = OffsetDateTime::now_utc().unix_timestamp_nanos() / 1_000_000;
+    let age = now.saturating_sub(i128::from(at_millis));
+    Duration::from_millis(u64::try_from(age).unwrap_or(0))
 }

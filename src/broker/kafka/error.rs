@@ -2,7 +2,7 @@
 
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 
-use crate::broker::{FailureScope, PublishOutcome, RejectionScope, Stored};
+use crate::broker::{FailureScope, Health, PublishOutcome, RejectionScope, Stored};
 use crate::error::{Error, ErrorKind};
 
 /// What an error code says about one record.
@@ -56,21 +56,45 @@ const fn verdict(code: Code) -> Verdict {
         | Code::InvalidTopic
         | Code::TopicAuthorizationFailed
         | Code::PolicyViolation => Verdict::Destination,
-        Code::QueueFull
-        | Code::PurgeQueue
-        | Code::InvalidDifferentRecord
-        | Code::NotEnoughReplicas
-        | Code::ClusterAuthorizationFailed => Verdict::NotStored,
+        // Never sent, or refused with its batch before anything of that was stored. Not what was purged from the queue:
+        // it may be there for another try, after one whose answer was lost.
+        Code::QueueFull | Code::InvalidDifferentRecord => Verdict::NotStored,
         _ => Verdict::Unknown,
     }
 }
 
-/// Codes that say something about the connection to the cluster rather than about one request.
-pub(super) const fn is_connection_loss(code: Code) -> bool {
-    matches!(
-        code,
-        Code::AllBrokersDown | Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL
-    )
+/// Why no broker serves a client at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trouble {
+    Unreachable,
+    Authentication,
+    Tls,
+}
+
+impl Trouble {
+    /// In words without any of the client's own, which may hold what a server answered.
+    pub(super) const fn detail(self) -> &'static str {
+        match self {
+            Self::Unreachable => "no broker can be reached",
+            Self::Authentication => "authentication failed: the brokers refuse the credentials",
+            Self::Tls => "no TLS connection could be made",
+        }
+    }
+}
+
+/// Trouble as it is shown.
+pub(super) fn health(trouble: Option<Trouble>) -> Health {
+    trouble.map_or(Health::up(), |trouble| Health::down(trouble.detail()))
+}
+
+/// What a code says about the connection to the cluster, if it is about that rather than about one request.
+pub(super) const fn trouble(code: Code) -> Option<Trouble> {
+    match code {
+        Code::AllBrokersDown => Some(Trouble::Unreachable),
+        Code::Authentication | Code::SaslAuthenticationFailed => Some(Trouble::Authentication),
+        Code::SSL => Some(Trouble::Tls),
+        _ => None,
+    }
 }
 
 /// The error of one record or one question, with the client's as its source.
@@ -156,11 +180,13 @@ mod tests {
     #[test]
     fn only_what_never_left_is_certainly_not_stored() {
         assert_eq!(
-            verdict_on_delivery(&production(Code::PurgeQueue)),
+            verdict_on_enqueue(&production(Code::QueueFull)),
             Verdict::NotStored
         );
         for code in [
+            Code::PurgeQueue,
             Code::PurgeInflight,
+            Code::NotEnoughReplicas,
             Code::MessageTimedOut,
             Code::RequestTimedOut,
             Code::NotEnoughReplicasAfterAppend,

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use rdkafka::producer::{DeliveryFuture, FutureProducer, Producer, PurgeConfig};
 
 use super::context::Context;
-use super::control::create_with;
+use super::control::{create_with, end_aside};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long a confirmation counts; brokers forget a silent producer after `producer.id.expiration.ms` (a day).
@@ -87,6 +87,11 @@ impl Generation {
         }
     }
 
+    pub(super) fn has_confirmed(&self) -> bool {
+        let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        !opened.is_empty()
+    }
+
     /// Whether every partition of the topic is opened.
     pub(super) fn is_open(&self, topic: &str, partitions: usize) -> bool {
         let opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
@@ -122,13 +127,7 @@ impl Generation {
 /// The end of a producer joins threads and waits for purged records: nothing for an async thread.
 impl Drop for Generation {
     fn drop(&mut self) {
-        let Some(producer) = self.producer.take() else {
-            return;
-        };
-        // Where no thread can be had the closure is dropped here and now, and the producer with it.
-        let _ = std::thread::Builder::new()
-            .name("relaybox-kafka-drop".into())
-            .spawn(move || drop(producer));
+        end_aside(self.producer.take());
     }
 }
 
@@ -151,14 +150,21 @@ impl Generations {
         }
     }
 
+    /// The generation in use, if there is one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`].
+    pub(super) fn in_use(&self) -> Result<Option<Arc<Generation>>> {
+        match &*self.slot.lock().unwrap_or_else(PoisonError::into_inner) {
+            Slot::Closed => Err(closed()),
+            Slot::Open(slot) => Ok(slot.clone()),
+        }
+    }
+
     /// The generation in use; makes one if there is none.
     pub(super) fn current(&self) -> Result<Arc<Generation>> {
         match &mut *self.slot.lock().unwrap_or_else(PoisonError::into_inner) {
-            Slot::Closed => Err(Error::new(
-                ErrorKind::Closed,
-                "publish",
-                "the publisher is closed",
-            )),
+            Slot::Closed => Err(closed()),
             Slot::Open(Some(generation)) => Ok(Arc::clone(generation)),
             Slot::Open(slot) => {
                 let generation = Arc::new(Generation::new(&self.config)?);
@@ -190,6 +196,10 @@ impl Generations {
         };
         super::control::blocking("close", move || generation.flush(deadline)).await
     }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "publish", "the publisher is closed")
 }
 
 /// A record as this adapter sends it.

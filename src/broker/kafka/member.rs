@@ -7,9 +7,10 @@ use std::time::Duration;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
 use rdkafka::error::{KafkaError, KafkaResult};
-use rdkafka::{ClientContext, Offset, TopicPartitionList};
+use rdkafka::{ClientContext, Offset, Statistics, TopicPartitionList};
 use time::OffsetDateTime;
 
+use super::config::KafkaConfig;
 use super::context::Context;
 use super::desk::{Desk, Holding, Item};
 use crate::envelope::Received;
@@ -19,10 +20,11 @@ const TRACKED_MAX: usize = 100_000;
 
 /// The context of a subscription's client. All of it runs on the polling thread.
 pub(super) struct Member {
-    context: Context,
+    pub(super) context: Context,
     pub(super) desk: Arc<Desk>,
     rungs: HashSet<String>,
     drain_deadline: Duration,
+    instance_id: Option<String>,
     slots: Mutex<Slots>,
 }
 
@@ -85,14 +87,20 @@ impl Slots {
 }
 
 impl Member {
-    pub(super) fn new(desk: Arc<Desk>, rungs: HashSet<String>, drain_deadline: Duration) -> Self {
+    pub(super) fn new(desk: Arc<Desk>, rungs: HashSet<String>, config: &KafkaConfig) -> Self {
         Self {
             context: Context::default(),
             desk,
             rungs,
-            drain_deadline,
+            drain_deadline: config.drain_deadline,
+            instance_id: config.instance_id.clone(),
             slots: Mutex::default(),
         }
+    }
+
+    /// With a name of its own the group keeps this member's partitions for it while it is away.
+    pub(super) fn instance_id(&self) -> Option<&str> {
+        self.instance_id.as_deref()
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
@@ -115,7 +123,6 @@ impl Member {
             tracing::warn!(topic, partition, offset, "partition went backwards");
             let old = std::mem::replace(slot, Slot::new());
             self.desk.take_back(std::slice::from_ref(&old.holding));
-            old.holding.end();
             // The first offset of a new holding is always news.
             let _ = slot.holding.received(offset);
         }
@@ -249,9 +256,6 @@ impl Member {
                 self.store(consumer);
             }
         }
-        for holding in &holdings {
-            holding.end();
-        }
         let mut slots = self.slots();
         for element in list.elements() {
             if let Some(partitions) = slots.partitions.get_mut(element.topic()) {
@@ -272,6 +276,10 @@ impl ClientContext for Member {
 
     fn error(&self, error: KafkaError, reason: &str) {
         self.context.error(error, reason);
+    }
+
+    fn stats(&self, statistics: Statistics) {
+        self.context.stats(statistics);
     }
 }
 

@@ -13,6 +13,7 @@ mod progress;
 mod properties;
 mod publisher;
 mod record;
+mod settings;
 mod subscriber;
 mod topology;
 
@@ -22,7 +23,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
-pub use config::{KafkaConfig, Partitioner};
+pub use config::{Assignor, KafkaConfig, Partitioner};
 
 use self::control::Control;
 use self::publisher::Sender;
@@ -91,13 +92,18 @@ impl Publisher for Kafka {
     }
 
     fn health(&self) -> Health {
-        Health::up()
+        self.0.sender.health()
     }
 
     fn check<'a>(&'a self, destinations: &'a [String]) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
-            let control = &self.0.control;
-            control.all_exist("check", destinations).await.map(drop)
+            let Inner {
+                config, control, ..
+            } = &*self.0;
+            control.all_exist("check", destinations).await?;
+            let bytes_max = config.limits.message_bytes_max;
+            settings::compare(control, destinations, bytes_max).await;
+            Ok(())
         })
     }
 
@@ -125,9 +131,13 @@ impl Subscriber for Kafka {
         true
     }
 
-    /// Counted in offsets: an upper bound where the topic is compacted or written by transactions.
+    /// Counted in offsets: an upper bound where the topic is compacted or written by transactions. The age goes by the
+    /// records' timestamps; where reading them takes too long it is that of the oldest read.
     fn depth<'a>(&'a self, destination: &'a str) -> BoxFuture<'a, Result<Backlog>> {
-        Box::pin(depth::depth(&self.0.control, destination))
+        let Inner {
+            config, control, ..
+        } = &*self.0;
+        Box::pin(depth::backlog(config, control, None, destination))
     }
 
     /// As far as its commits tell; counted as [`depth`](Self::depth).
@@ -135,6 +145,6 @@ impl Subscriber for Kafka {
         let Inner {
             config, control, ..
         } = &*self.0;
-        Box::pin(depth::lag(config, control, consumer, source))
+        Box::pin(depth::backlog(config, control, Some(consumer), source))
     }
 }

@@ -21,8 +21,16 @@ impl KafkaConfig {
         config
     }
 
-    pub(super) fn control(&self) -> ClientConfig {
+    /// For a client whose events nobody serves.
+    pub(super) fn admin(&self) -> ClientConfig {
         self.base()
+    }
+
+    /// For a client that tells, by its statistics, the states of its connections: health is made of them.
+    pub(super) fn asking(&self) -> ClientConfig {
+        let mut config = self.base();
+        config.set("statistics.interval.ms", "1000");
+        config
     }
 
     /// The settings that [`PublisherOrder::Prefix`](crate::broker::PublisherOrder::Prefix) stands on.
@@ -31,7 +39,7 @@ impl KafkaConfig {
     /// `enable.gapless.guarantee` does not cover. Our own deadline retires the whole producer instead.
     pub(super) fn producer(&self) -> ClientConfig {
         let record_bytes_max = self.limits.message_bytes_max + ENVELOPE_BYTES_MAX;
-        let mut config = self.base();
+        let mut config = self.asking();
         config
             .set("enable.idempotence", "true")
             .set("enable.gapless.guarantee", "true")
@@ -62,26 +70,16 @@ impl KafkaConfig {
     }
 
     pub(super) fn consumer(&self, group: &str) -> ClientConfig {
-        let mut config = self.base();
+        let mut config = self.asking();
         config
             .set("group.id", group)
             .set("enable.auto.commit", "true")
             .set("enable.auto.offset.store", "false")
             .set("auto.offset.reset", "earliest")
-            .set("partition.assignment.strategy", "cooperative-sticky")
+            .set("isolation.level", "read_committed")
             .set(
                 "auto.commit.interval.ms",
                 self.commit_interval.as_millis().to_string(),
-            )
-            .set(
-                "session.timeout.ms",
-                self.session_timeout.as_millis().to_string(),
-            )
-            .set(
-                "heartbeat.interval.ms",
-                (self.session_timeout.as_millis() / 10)
-                    .clamp(100, 3_000)
-                    .to_string(),
             )
             .set(
                 "max.poll.interval.ms",
@@ -92,6 +90,45 @@ impl KafkaConfig {
                 "queued.max.messages.kbytes",
                 (self.prefetch_bytes_max / 1_024).to_string(),
             );
+        if let Some(id) = &self.instance_id {
+            config.set("group.instance.id", id);
+        }
+        match self.assignor.strategy() {
+            Some(strategy) => {
+                config
+                    .set("group.protocol", "classic")
+                    .set("partition.assignment.strategy", strategy)
+                    .set(
+                        "session.timeout.ms",
+                        self.session_timeout.as_millis().to_string(),
+                    )
+                    .set(
+                        "heartbeat.interval.ms",
+                        (self.session_timeout.as_millis() / 10)
+                            .clamp(100, 3_000)
+                            .to_string(),
+                    );
+            }
+            // Session, heartbeat and strategy are the broker's then, and the client refuses to have them set.
+            None => {
+                config.set("group.protocol", "consumer");
+            }
+        }
+        config
+    }
+
+    /// For questions about a group's commits, and for single records. Never a member, and commits nothing.
+    pub(super) fn reader(&self, group: Option<&str>) -> ClientConfig {
+        let mut config = self.base();
+        config
+            // The client assigns nothing without a name; without a consumer any will do.
+            .set("group.id", group.unwrap_or(&self.client_id))
+            .set("enable.auto.commit", "false")
+            .set("auto.offset.reset", "earliest")
+            .set("enable.partition.eof", "true")
+            // One record of each partition is wanted.
+            .set("queued.min.messages", "1")
+            .set("fetch.message.max.bytes", "1024");
         config
     }
 }
@@ -111,6 +148,8 @@ pub(super) const REFUSED: &[&str] = &[
     "transactional.id",
     "queuing.strategy",
     "produce.offset.report",
+    // A record that is stored would never be answered.
+    "delivery.report.only.error",
     "partitioner",
     "linger.ms",
     "queue.buffering.max.ms",
@@ -125,6 +164,7 @@ pub(super) const REFUSED: &[&str] = &[
     "group.id",
     "group.instance.id",
     "group.protocol",
+    "group.protocol.type",
     "group.remote.assignor",
     "enable.auto.commit",
     "auto.commit.enable",
@@ -138,9 +178,10 @@ pub(super) const REFUSED: &[&str] = &[
     "max.poll.interval.ms",
     "queued.min.messages",
     "queued.max.messages.kbytes",
+    "isolation.level",
     "enable.partition.eof",
     "enabled_events",
-    "test.mock.num.brokers",
+    "statistics.interval.ms",
 ];
 
 pub(super) fn allowed(key: &str) -> Result<()> {
@@ -151,7 +192,7 @@ pub(super) fn allowed(key: &str) -> Result<()> {
             key,
         ));
     }
-    if REFUSED.contains(&key) {
+    if REFUSED.contains(&key) || key.starts_with("test.") {
         return Err(Error::configuration(
             "property",
             "none that relaybox's promises stand on or that has a setting of its own",

@@ -11,10 +11,10 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::batch::Batch;
 use super::config::KafkaConfig;
 use super::control::Control;
-use super::error::{Verdict, mapped, verdict_on_delivery, verdict_on_enqueue};
+use super::error::{Verdict, health, mapped, verdict_on_delivery, verdict_on_enqueue};
 use super::generation::{Generation, Generations};
 use super::record;
-use crate::broker::{PublishOutcome, Stored};
+use crate::broker::{Health, PublishOutcome, Stored};
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -61,13 +61,24 @@ impl Sender {
         }
     }
 
+    /// As the producer in use knows, and before that has confirmed anything also as questions about topics are answered.
+    pub(super) fn health(&self) -> Health {
+        let trouble = match self.generations.in_use() {
+            Err(_closed) => return Health::closed(),
+            Ok(Some(generation)) if generation.has_confirmed() => generation.context.trouble(),
+            Ok(Some(generation)) => generation.context.trouble().or(self.control.trouble()),
+            Ok(None) => self.control.trouble(),
+        };
+        health(trouble)
+    }
+
     pub(super) async fn close(&self, deadline: Duration) -> Result<()> {
         self.generations.close(deadline).await
     }
 
     pub(super) async fn publish(&self, messages: &[Outgoing]) -> Vec<PublishOutcome> {
         let start = Instant::now();
-        // What is left of the deadline is for learning, from a purge, what never left the client.
+        // What is left of the deadline is for a machine that has other things to do.
         let deadline = start + self.deadline - (self.deadline / 10).min(Duration::from_secs(1));
         let mut batch = Batch::new(messages);
         self.look_up(&mut batch, deadline).await;
@@ -87,13 +98,8 @@ impl Sender {
             if self.attempt(&generation, &mut batch, deadline).await {
                 continue;
             }
-            self.retire(
-                generation,
-                &mut batch,
-                start + self.deadline,
-                &mut connected,
-            )
-            .await;
+            connected = generation.context.trouble().is_none();
+            self.retire(generation, &mut batch).await;
             if batch.has_suspects() {
                 self.one_by_one(&mut batch, deadline).await;
             }
@@ -298,35 +304,13 @@ impl Sender {
         });
     }
 
-    /// Takes the generation out of use. Purges it if no other call waits on it, which tells the messages that never
-    /// left from those that may be stored.
-    async fn retire(
-        &self,
-        generation: Arc<Generation>,
-        batch: &mut Batch<'_>,
-        deadline: Instant,
-        connected: &mut bool,
-    ) {
+    /// Takes the generation out of use; its queue is given up once no other call waits on it. What it did not answer may
+    /// be stored: also what waits in the client's queue may have been sent before, over a connection that was lost.
+    async fn retire(&self, generation: Arc<Generation>, batch: &mut Batch<'_>) {
         self.generations.retire(&generation);
-        *connected = !generation.context.is_down();
-        let unanswered = batch.take_unanswered();
-        if unanswered.is_empty() {
-            return;
-        }
-        // Nobody can join a retired generation, so a sole user stays the sole one.
-        let alone = Arc::strong_count(&generation) == 1;
-        if alone {
-            let purge = purge(Arc::clone(&generation));
-            // Bounded, because a call must return by its deadline; the purge itself goes on.
-            let _ = timeout_at(deadline, purge).await;
-        }
-        let until = if alone { deadline } else { Instant::now() };
-        for (at, delivery) in unanswered {
-            match answer(&generation, batch.outgoing(at), delivery, until).await {
+        for (at, delivery) in batch.take_unanswered() {
+            match answer(&generation, batch.outgoing(at), delivery, Instant::now()).await {
                 (Answer::Confirmed, _) => batch.confirm(at),
-                (Answer::Refused(KafkaError::MessageProduction(Code::PurgeQueue)), _) => {
-                    batch.note(at, Stored::No, unanswered_by("publish"));
-                }
                 (Answer::Refused(_) | Answer::None, _) => {
                     batch.note(at, Stored::Unknown, unanswered_by("publish"));
                 }

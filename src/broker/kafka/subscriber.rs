@@ -11,9 +11,10 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use tokio::sync::oneshot;
 
 use super::config::KafkaConfig;
+use super::context::Context;
 use super::control::{Control, create_with};
 use super::desk::Desk;
-use super::error::mapped;
+use super::error::{health, mapped};
 use super::member::Member;
 use super::{record, topology};
 use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest};
@@ -35,6 +36,7 @@ const WARN_INTERVAL: Duration = Duration::from_secs(10);
 /// A running membership.
 struct Membership {
     desk: Arc<Desk>,
+    context: Context,
     done: Option<oneshot::Receiver<Result<()>>>,
 }
 
@@ -53,7 +55,8 @@ pub(super) async fn subscribe(
         .collect();
     let topics: Vec<&str> = topics.into_iter().collect();
     let desk = Desk::new(request.in_flight_max);
-    let member = Member::new(Arc::clone(&desk), rungs.clone(), config.drain_deadline);
+    let member = Member::new(Arc::clone(&desk), rungs.clone(), config);
+    let context = member.context.clone();
     let consumer: BaseConsumer<Member> = create_with(&config.consumer(&request.consumer), member)?;
     let started = consumer
         .subscribe(&topics)
@@ -69,6 +72,7 @@ pub(super) async fn subscribe(
         })?;
     let membership = Membership {
         desk,
+        context,
         done: Some(done),
     };
     // Checked only here, so that the client ends on its own thread: that may take long.
@@ -82,7 +86,10 @@ impl Subscription for Membership {
     }
 
     fn health(&self) -> Health {
-        Health::up()
+        if self.desk.has_ended() {
+            return Health::closed();
+        }
+        health(self.context.trouble())
     }
 
     fn close(mut self: Box<Self>, deadline: Duration) -> BoxFuture<'static, Result<()>> {
@@ -190,6 +197,7 @@ fn poll_until_closed(consumer: &BaseConsumer<Member>, desk: &Desk) -> Option<Err
         match consumer.poll(turn) {
             None => {}
             Some(Ok(message)) => {
+                member.context.succeeded();
                 let held = member.arrived(
                     message.topic(),
                     message.partition(),
@@ -200,16 +208,23 @@ fn poll_until_closed(consumer: &BaseConsumer<Member>, desk: &Desk) -> Option<Err
                     tend_at = Instant::now();
                 }
             }
-            Some(Err(error @ KafkaError::MessageConsumptionFatal(_))) => {
-                let detail = "the client gave up";
-                let source = mapped("receive", detail, error);
-                let fatal = Error::new(ErrorKind::Other, "receive", detail).with_source(source);
-                return Some(fatal);
+            Some(Err(error @ KafkaError::MessageConsumptionFatal(code))) => {
+                return Some(fatal(code, error, member.instance_id().unwrap_or_default()));
             }
             Some(Err(error)) => report(desk, error, &mut warned),
         }
     }
     None
+}
+
+/// The end of a client that is beyond help.
+fn fatal(code: Code, error: KafkaError, instance_id: &str) -> Error {
+    if matches!(code, Code::FencedInstanceId | Code::UnreleasedInstanceId) {
+        let limit = "a name that no other member of the consumer has";
+        return Error::configuration("instance_id", limit, instance_id).with_source(error);
+    }
+    let detail = "the client gave up";
+    Error::new(ErrorKind::Other, "receive", detail).with_source(mapped("receive", detail, error))
 }
 
 /// The client mends most troubles itself, so this is for people to read: rarely, and as a transient error.
@@ -245,6 +260,13 @@ fn commit_and_leave(consumer: &BaseConsumer<Member>, desk: &Desk) -> Result<()> 
             // read again by the next owner.
             Err(_) => drop(consumer.poll(SHORT_TURN)),
         }
+    }
+    // A static member keeps its partitions: to unsubscribe would give them away.
+    if member.instance_id().is_some() {
+        return match committed {
+            true => Ok(()),
+            false => Err(not_in_time(by.saturating_duration_since(started))),
+        };
     }
     consumer.unsubscribe();
     while !member.is_empty() && Instant::now() < by {

@@ -1,22 +1,20 @@
 //! The topics of a subscription: sources must be there, rungs and dead letters can be made.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rdkafka::admin::{AdminOptions, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use super::config::{ENVELOPE_BYTES_MAX, KafkaConfig};
 use super::control::{Control, Topic};
 use super::error::mapped;
 use super::record::{NAME_RULE, is_topic_name};
+use super::settings::{self, largest_batch};
 use crate::broker::{SubscriptionRequest, TopologyMode};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Kafka's own default of `max.message.bytes`.
-const TOPIC_BYTES_DEFAULT: u64 = 1_048_588;
 /// How long a topic that was made may stay unseen.
 const SEEN_WITHIN: Duration = Duration::from_secs(15);
 const SEEN_POLL: Duration = Duration::from_millis(100);
@@ -65,7 +63,9 @@ pub(super) async fn prepare(
     if own.is_empty() {
         return Ok(());
     }
-    let source_bytes_max = largest(control, &request.sources).await;
+    let settings = settings::read(control, &names).await;
+    let of_sources = request.sources.iter().filter_map(|name| settings.get(name));
+    let source_bytes_max = largest_batch(of_sources);
     let (there, absent): (Vec<_>, Vec<_>) = own
         .into_iter()
         .zip(found_own)
@@ -77,7 +77,9 @@ pub(super) async fn prepare(
         make(config, control, *first, source_bytes_max, &absent).await?;
     }
     for (own, _) in there {
-        verify(control, &own, source_bytes_max).await?;
+        if let Some(settings) = settings.get(&own.name) {
+            settings.suit(&own.name, own.delay, source_bytes_max)?;
+        }
     }
     Ok(())
 }
@@ -182,7 +184,7 @@ async fn create(control: &Control, operation: &'static str, topics: &[NewTopic<'
         .request_timeout(Some(control.deadline))
         .operation_timeout(Some(control.deadline));
     let made = control
-        .admin
+        .admin()?
         .create_topics(topics, &options)
         .await
         .map_err(|source| mapped(operation, "topics could not be made", source))?;
@@ -221,80 +223,5 @@ async fn until_seen(
             return Err(Error::new(ErrorKind::Timeout, operation, detail));
         }
         sleep(SEEN_POLL).await;
-    }
-}
-
-/// Refuses a topic in which messages would be lost before their time, or into which they would not fit.
-async fn verify(control: &Control, own: &Own, source_bytes_max: u64) -> Result<()> {
-    let Some(settings) = settings(control, &own.name).await else {
-        return Ok(());
-    };
-    let name = &own.name;
-    let get = |key: &str| settings.get(key).map(String::as_str);
-    let refused = |key: &'static str, limit: String, value: &str| {
-        Err(Error::configuration(
-            key,
-            format!("{limit} on {name}"),
-            value,
-        ))
-    };
-    if let Some(policy) = get("cleanup.policy").filter(|policy| policy.contains("compact")) {
-        return refused("cleanup.policy", "delete".into(), policy);
-    }
-    if let (Some(delay), Some(kept)) = (own.delay, get("retention.ms"))
-        && kept
-            .parse()
-            .is_ok_and(|kept: i64| kept >= 0 && i128::from(kept) <= delay.as_millis() as i128)
-    {
-        let limit = format!("-1 or above the delay of {} ms", delay.as_millis());
-        return refused("retention.ms", limit, kept);
-    }
-    if let Some(bytes) = get("max.message.bytes")
-        && bytes
-            .parse()
-            .is_ok_and(|bytes: u64| bytes < source_bytes_max)
-    {
-        let limit = format!("at least the source's {source_bytes_max}");
-        return refused("max.message.bytes", limit, bytes);
-    }
-    Ok(())
-}
-
-/// The largest record batch of any source.
-async fn largest(control: &Control, sources: &[String]) -> u64 {
-    let mut largest = None;
-    for source in sources {
-        let bytes = settings(control, source)
-            .await
-            .and_then(|settings| settings.get("max.message.bytes")?.parse::<u64>().ok());
-        largest = largest.max(bytes);
-    }
-    largest.unwrap_or(TOPIC_BYTES_DEFAULT)
-}
-
-/// A topic's settings; nothing where they may not be read, which is no reason not to consume.
-async fn settings(control: &Control, name: &str) -> Option<BTreeMap<String, String>> {
-    let options = AdminOptions::new().request_timeout(Some(control.deadline));
-    let resource = [ResourceSpecifier::Topic(name)];
-    let asked = control.admin.describe_configs(&resource, &options);
-    let answer = match timeout(control.deadline, asked).await {
-        Ok(Ok(answer)) => answer,
-        failed => {
-            tracing::warn!(topic = name, ?failed, "topic settings could not be read");
-            return None;
-        }
-    };
-    match answer.into_iter().next()? {
-        Ok(resource) => Some(
-            resource
-                .entries
-                .into_iter()
-                .filter_map(|entry| Some((entry.name, entry.value?)))
-                .collect(),
-        ),
-        Err(code) => {
-            tracing::warn!(topic = name, %code, "topic settings could not be read");
-            None
-        }
     }
 }

@@ -6,7 +6,7 @@
 use std::error::Error;
 use std::io::{Read, Write};
 
-use relaybox_testcontainers::{shared_kafka, shared_nats, shared_postgres};
+use relaybox_testcontainers::{shared_kafka, shared_nats, shared_postgres, shared_rabbitmq};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -20,11 +20,15 @@ async fn main() -> Result<(), Box<dyn Error>> {
             let kafka = shared_kafka().await;
             (kafka.brokers(), kafka.pid(), kafka.directory())
         }
+        Some("rabbitmq") => {
+            let rabbitmq = shared_rabbitmq().await;
+            (rabbitmq.url(), rabbitmq.pid(), rabbitmq.directory())
+        }
         Some("nats") => {
             let nats = shared_nats().await;
             (nats.url(), nats.pid(), nats.directory())
         }
-        _ => return Err("usage: hold_service postgres|kafka|nats".into()),
+        _ => return Err("usage: hold_service postgres|kafka|rabbitmq|nats".into()),
     };
     let pid = pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
     let directory = directory.map_or_else(|| "-".into(), |path| path.to_string_lossy());

@@ -1,14 +1,21 @@
 //! Kafka itself: what only a real broker shows.
 
 mod consuming;
+mod faults;
+mod interop;
+mod membership;
 mod publishing;
+mod raw;
+mod rebalancing;
+mod security;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::time::{Duration, Instant};
 
 use rdkafka::consumer::{BaseConsumer, Consumer};
-use rdkafka::message::Headers as _;
+use rdkafka::error::KafkaError;
+use rdkafka::message::{BorrowedMessage, Headers as _};
 use rdkafka::{ClientConfig, Message as _, Offset, TopicPartitionList};
 use relaybox::Message;
 use relaybox::broker::kafka::{Kafka, KafkaConfig};
@@ -99,6 +106,7 @@ pub fn client(brokers: &str) -> BaseConsumer {
         .set("bootstrap.servers", brokers)
         .set("group.id", unique_name("reader"))
         .set("enable.auto.commit", "false")
+        .set("enable.partition.eof", "true")
         .create()
         .unwrap()
 }
@@ -106,28 +114,8 @@ pub fn client(brokers: &str) -> BaseConsumer {
 /// Everything in a topic, by partition and in order: key, payload and id.
 pub async fn log(brokers: String, topic: String) -> BTreeMap<i32, Vec<(String, String, String)>> {
     tokio::task::spawn_blocking(move || {
-        let consumer = client(&brokers);
-        let metadata = consumer.fetch_metadata(Some(&topic), 10 * SECOND).unwrap();
         let mut out = BTreeMap::new();
-        let mut left = 0;
-        let mut list = TopicPartitionList::new();
-        for partition in metadata.topics()[0].partitions() {
-            let (low, high) = consumer
-                .fetch_watermarks(&topic, partition.id(), 10 * SECOND)
-                .unwrap();
-            left += high - low;
-            out.insert(partition.id(), Vec::new());
-            list.add_partition_offset(&topic, partition.id(), Offset::Beginning)
-                .unwrap();
-        }
-        consumer.assign(&list).unwrap();
-        let until = Instant::now() + 60 * SECOND;
-        while left > 0 {
-            assert!(Instant::now() < until, "{left} records missing");
-            let Some(Ok(record)) = consumer.poll(SECOND) else {
-                continue;
-            };
-            left -= 1;
+        let partitions = each_record(&brokers, &topic, |record| {
             let string = |bytes: Option<&[u8]>| {
                 String::from_utf8_lossy(bytes.unwrap_or_default()).into_owned()
             };
@@ -136,16 +124,49 @@ pub async fn log(brokers: String, topic: String) -> BTreeMap<i32, Vec<(String, S
                 .and_then(|h| h.iter().find(|h| h.key == "x-message-id"))
                 .map(|h| string(h.value))
                 .unwrap_or_default();
-            out.entry(record.partition()).or_default().push((
-                string(record.key()),
-                string(record.payload()),
-                id,
-            ));
+            out.entry(record.partition())
+                .or_insert_with(Vec::new)
+                .push((string(record.key()), string(record.payload()), id));
+        });
+        for partition in 0..partitions {
+            out.entry(partition).or_default();
         }
         out
     })
     .await
     .unwrap()
+}
+
+/// Shows every record that is in a topic now, in the order of its partition. Returns how many partitions there are.
+pub fn each_record(brokers: &str, topic: &str, mut see: impl FnMut(&BorrowedMessage<'_>)) -> i32 {
+    let consumer = client(brokers);
+    let metadata = consumer.fetch_metadata(Some(topic), 10 * SECOND).unwrap();
+    let partitions = metadata.topics()[0].partitions().len() as i32;
+    let mut list = TopicPartitionList::new();
+    let mut left = HashSet::new();
+    for partition in 0..partitions {
+        let watermarks = consumer.fetch_watermarks(topic, partition, 10 * SECOND);
+        let (low, high) = watermarks.unwrap();
+        if high > low {
+            left.insert(partition);
+            list.add_partition_offset(topic, partition, Offset::Beginning)
+                .unwrap();
+        }
+    }
+    consumer.assign(&list).unwrap();
+    let until = Instant::now() + 60 * SECOND;
+    while !left.is_empty() {
+        assert!(
+            Instant::now() < until,
+            "{left:?} are not read to their ends"
+        );
+        match consumer.poll(SECOND) {
+            Some(Ok(record)) => see(&record),
+            Some(Err(KafkaError::PartitionEOF(partition))) => drop(left.remove(&partition)),
+            Some(Err(_)) | None => {}
+        }
+    }
+    partitions
 }
 
 pub fn committed(brokers: &str, group: &str, topic: &str, partition: i32) -> Option<i64> {

@@ -1,0 +1,388 @@
+//! One member in awkward moments: what comes back, what was there before, what nobody can read.
+
+use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
+use relaybox::ErrorKind;
+use relaybox::broker::kafka::{Assignor, Kafka};
+use relaybox::broker::{ConnectionState, Rung, Subscriber};
+use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
+use relaybox::envelope::Incoming;
+use relaybox::ladder::Ladder;
+use relaybox::store::sqlite::SqliteStore;
+use relaybox::testing::eventually;
+use relaybox_testcontainers::{shared_kafka, unique_name};
+use sqlx::SqliteConnection;
+
+use super::*;
+
+const ASSIGNORS: [Assignor; 3] = [
+    Assignor::CooperativeSticky,
+    Assignor::Range,
+    Assignor::Broker,
+];
+
+fn partition(delivery: &Delivery) -> String {
+    delivery.coordinates.partition.clone().unwrap()
+}
+
+async fn with(change: impl FnOnce(KafkaConfig) -> KafkaConfig) -> Kafka {
+    let config = config(&shared_kafka().await.brokers());
+    Kafka::connect(change(config)).await.unwrap()
+}
+
+/// The name of a header in bytes that are no UTF-8: the client panics over it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_header_name_that_is_no_text_stops_nobody() {
+    let kafka = connect().await;
+    let topic = topic("no_text", 1).await;
+    let (broker, named) = (shared_kafka().await.brokers(), topic.clone());
+    let produce = move || raw::produce(&broker, &named, (&[0xff, 0xfe], b"v"), b"odd");
+    tokio::task::spawn_blocking(produce).await.unwrap();
+    publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
+    let mut subscription = kafka.subscribe(request("no_text", &topic)).await.unwrap();
+    let received = receive(&mut subscription, 2).await;
+    assert_eq!(text(&received[0]), "odd");
+    assert_eq!(text(&received[1]), "0");
+    let odd = &received[0].incoming;
+    let names: Vec<&str> = odd.message.headers.iter().map(|h| &*h.name).collect();
+    assert_eq!(names, ["\u{fffd}"]);
+    assert!(odd.id_missing);
+    for delivery in received {
+        acknowledge(delivery).await;
+    }
+    subscription.close(10 * SECOND).await.unwrap();
+}
+
+/// Markers of transactions have offsets, and what was rolled back is nobody's message.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn offsets_without_a_message_hold_nothing_up() {
+    let topic = topic("markers", 1).await;
+    let brokers = shared_kafka().await.brokers();
+    let named = topic.clone();
+    let transactions = move || {
+        let producer: ThreadedProducer<DefaultProducerContext> = ClientConfig::new()
+            .set("bootstrap.servers", &brokers)
+            .set("transactional.id", unique_name("markers"))
+            .create()
+            .unwrap();
+        producer.init_transactions(30 * SECOND).unwrap();
+        for n in 0..6 {
+            producer.begin_transaction().unwrap();
+            let payload = n.to_string();
+            let record = BaseRecord::to(&named).key("k").payload(&payload);
+            producer.send(record).map_err(|(error, _)| error).unwrap();
+            producer.flush(30 * SECOND).unwrap();
+            match n % 2 {
+                0 => producer.commit_transaction(30 * SECOND).unwrap(),
+                _ => producer.abort_transaction(30 * SECOND).unwrap(),
+            }
+        }
+    };
+    tokio::task::spawn_blocking(transactions).await.unwrap();
+    let kafka = connect().await;
+    let consumer = unique_name("markers");
+    let depth = kafka.depth(&topic).await.unwrap();
+    assert_eq!(depth.messages, 12, "counted in offsets");
+    assert!(depth.oldest.is_some());
+    let mut subscription = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+    let mut numbers = Vec::new();
+    for delivery in receive(&mut subscription, 3).await {
+        numbers.push(text(&delivery));
+        acknowledge(delivery).await;
+    }
+    assert_eq!(numbers, ["0", "2", "4"]);
+    subscription.close(10 * SECOND).await.unwrap();
+    // Behind the last message are its marker, a message that was rolled back, and a marker.
+    let lag = kafka.lag(&consumer, &topic).await.unwrap();
+    assert_eq!((lag.messages, lag.oldest), (0, None));
+    let mut again = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+    publish_all(&kafka, &numbered(&topic, "k", 6..7)).await;
+    assert_eq!(text(&receive(&mut again, 1).await[0]), "6");
+    again.close(10 * SECOND).await.unwrap();
+}
+
+/// A rung is idle for days, and a broker forgets what a group committed there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waited_on_a_rung_before_the_group_knew_it_is_delivered() {
+    let kafka = connect().await;
+    let source = topic("quiet", 1).await;
+    let rung = topic("quiet_retry", 3).await;
+    let batch: Vec<_> = (0..3)
+        .map(|n| message(&rung, &format!("k{n}"), n.to_string()))
+        .collect();
+    publish_all(&kafka, &batch).await;
+    let mut asked = request(&unique_name("quiet"), &source);
+    asked.rungs = vec![Rung {
+        destination: rung.clone(),
+        delay: SECOND,
+        source: source.clone(),
+    }];
+    let mut subscription = kafka.subscribe(asked).await.unwrap();
+    let deliveries = receive(&mut subscription, 3).await;
+    let mut numbers: Vec<String> = deliveries.iter().map(text).collect();
+    numbers.sort();
+    assert_eq!(numbers, ["0", "1", "2"]);
+    assert!(deliveries.iter().all(|delivery| delivery.source == rung));
+    drop(deliveries);
+    subscription.close(10 * SECOND).await.unwrap();
+}
+
+/// Full, so that everything is paused; then a partition goes to another member and comes back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_partition_that_comes_back_is_not_silent() {
+    for assignor in ASSIGNORS {
+        let kafka = with(|c| c.with_assignor(assignor).with_drain_deadline(SECOND)).await;
+        let topic = topic("comes_back", 2).await;
+        for key in 0..20 {
+            publish_all(&kafka, &numbered(&topic, &format!("k{key}"), 0..1)).await;
+        }
+        let mut asked = request(&unique_name("comes_back"), &topic);
+        asked.in_flight_max = 2;
+        let mut first = kafka.subscribe(asked.clone()).await.unwrap();
+        let held = receive(&mut first, 2).await;
+        // Longer than the adapter waits before it pauses.
+        let pause = Duration::from_millis(1_500);
+        assert!(tokio::time::timeout(pause, first.receive(1)).await.is_err());
+        let mut second = kafka.subscribe(asked).await.unwrap();
+        drop(receive(&mut second, 1).await);
+        second.close(10 * SECOND).await.unwrap();
+        let mut seen = HashSet::new();
+        for delivery in held {
+            if delivery.receipt.is_current() {
+                seen.insert(delivery.incoming.message.key.clone());
+            }
+            acknowledge(delivery).await;
+        }
+        within(60 * SECOND, "everything comes", async {
+            while seen.len() < 20 {
+                for delivery in receive(&mut first, 1).await {
+                    seen.insert(delivery.incoming.message.key.clone());
+                    acknowledge(delivery).await;
+                }
+            }
+        })
+        .await;
+        first.close(10 * SECOND).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_result_that_is_later_than_the_drain_changes_nothing() {
+    for assignor in ASSIGNORS {
+        let kafka = with(|c| c.with_assignor(assignor).with_drain_deadline(SECOND)).await;
+        let topic = topic("late", 2).await;
+        for key in 0..12 {
+            publish_all(&kafka, &numbered(&topic, &format!("k{key}"), 0..5)).await;
+        }
+        let consumer = unique_name("late");
+        let mut first = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+        // What comes first in each partition is done, and the rest is stuck.
+        let mut stuck = Vec::new();
+        for delivery in receive(&mut first, 60).await {
+            match delivery.coordinates.offset.as_deref() {
+                Some("0" | "1") => acknowledge(delivery).await,
+                _ => stuck.push(delivery),
+            }
+        }
+        let mut second = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+        let taken = receive(&mut second, 1).await.remove(0);
+        let offset = taken.coordinates.offset.as_deref();
+        assert_eq!(offset, Some("2"), "{assignor:?}");
+        let theirs = partition(&taken);
+        acknowledge(taken).await;
+        let (late, kept): (Vec<_>, Vec<_>) = stuck
+            .into_iter()
+            .partition(|delivery| partition(delivery) == theirs);
+        for delivery in late {
+            assert!(!delivery.receipt.is_current(), "{assignor:?}");
+            acknowledge(delivery).await;
+        }
+        drop(kept);
+        first.close(10 * SECOND).await.unwrap();
+        second.close(10 * SECOND).await.unwrap();
+        let brokers = shared_kafka().await.brokers();
+        let number: i32 = theirs.parse().unwrap();
+        let ask = move || committed(&brokers, &consumer, &topic, number);
+        let found = tokio::task::spawn_blocking(ask).await.unwrap();
+        assert_eq!(found, Some(3), "{assignor:?}");
+    }
+}
+
+/// What is in work when a partition is taken away gets its time, and what becomes of it is committed before the next
+/// owner begins.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_done_before_the_drain_ends_does_not_come_again() {
+    for assignor in ASSIGNORS {
+        let kafka = with(|c| c.with_assignor(assignor).with_drain_deadline(60 * SECOND)).await;
+        let topic = topic("drained", 2).await;
+        let send = async |n: usize| {
+            for key in 0..12 {
+                publish_all(&kafka, &numbered(&topic, &format!("k{key}"), n..n + 1)).await;
+            }
+        };
+        send(0).await;
+        let asked = request(&unique_name("drained"), &topic);
+        let mut first = kafka.subscribe(asked.clone()).await.unwrap();
+        let in_work = receive(&mut first, 12).await;
+        let mut second = kafka.subscribe(asked).await.unwrap();
+        eventually(60 * SECOND, "partitions are taken away", || async {
+            in_work
+                .iter()
+                .any(|delivery| !delivery.receipt.is_current())
+        })
+        .await;
+        for delivery in in_work {
+            acknowledge(delivery).await;
+        }
+        send(1).await;
+        // Each gets its share of the second round, and nothing of the first.
+        for subscription in [&mut first, &mut second] {
+            for delivery in receive(subscription, 1).await {
+                assert_eq!(text(&delivery), "1", "{assignor:?}");
+                acknowledge(delivery).await;
+            }
+        }
+        first.close(10 * SECOND).await.unwrap();
+        second.close(10 * SECOND).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_static_member_that_restarts_finds_its_partitions_and_moves_none() {
+    let (topic, consumer) = (topic("static", 2).await, unique_name("static"));
+    let member =
+        |id: &'static str| with(move |c| c.with_instance_id(id).with_session_timeout(60 * SECOND));
+    let (a, b) = (member("a").await, member("b").await);
+    let publisher = connect().await;
+    let send = async |n: usize| {
+        let batch: Vec<_> = (0..10)
+            .map(|key| message(&topic, &format!("k{key}"), n.to_string()))
+            .collect();
+        publish_all(&publisher, &batch).await;
+    };
+    let mut first = a.subscribe(request(&consumer, &topic)).await.unwrap();
+    let mut second = b.subscribe(request(&consumer, &topic)).await.unwrap();
+    let mut shares = [String::new(), String::new()];
+    let mut round = 0;
+    within(60 * SECOND, "both share", async {
+        while shares[0].is_empty() || shares[1].is_empty() || shares[0] == shares[1] {
+            send(round).await;
+            round += 1;
+            for (at, subscription) in [&mut first, &mut second].into_iter().enumerate() {
+                let some = tokio::time::timeout(SECOND, subscription.receive(100)).await;
+                for delivery in some.ok().and_then(Result::ok).unwrap_or_default() {
+                    if delivery.receipt.is_current() {
+                        shares[at] = partition(&delivery);
+                        acknowledge(delivery).await;
+                    }
+                }
+            }
+        }
+    })
+    .await;
+    second.close(10 * SECOND).await.unwrap();
+    send(1_000).await;
+    let mut second = b.subscribe(request(&consumer, &topic)).await.unwrap();
+    let deliveries = receive(&mut second, 1).await;
+    assert_eq!(partition(&deliveries[0]), shares[1]);
+    // The one that stayed never got the other's, for as long as it was away.
+    send(1_001).await;
+    let mut seen = false;
+    while !seen {
+        for delivery in receive(&mut first, 1).await {
+            assert_eq!(partition(&delivery), shares[0]);
+            seen |= text(&delivery) == "1001";
+            acknowledge(delivery).await;
+        }
+    }
+    drop(deliveries);
+    first.close(10 * SECOND).await.unwrap();
+    second.close(10 * SECOND).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_members_with_one_name_the_older_ends_with_an_error() {
+    let (topic, consumer) = (topic("twins", 1).await, unique_name("twins"));
+    let kafka = with(|c| c.with_instance_id("twin")).await;
+    publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
+    let mut first = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+    drop(receive(&mut first, 1).await);
+    let mut second = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+    assert_eq!(text(&receive(&mut second, 1).await[0]), "0");
+    let error = within(60 * SECOND, "the older ends", async {
+        loop {
+            match first.receive(1).await {
+                Err(error) if !error.is_transient() => return error,
+                _ => {}
+            }
+        }
+    })
+    .await;
+    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+    assert!(error.to_string().contains("instance_id"), "{error}");
+    assert_eq!(first.health().state, ConnectionState::Closed);
+    second.close(10 * SECOND).await.unwrap();
+}
+
+async fn fail(_: &(), _: &mut SqliteConnection, _: &Incoming) -> Outcome {
+    Outcome::Permanent(Failure::new("never"))
+}
+
+/// A dead letter goes where its key belongs, whatever partition it came from.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dead_letters_of_many_partitions_fit_into_one() {
+    const LETTERS: i64 = 100;
+    let kafka = connect().await;
+    let server = shared_kafka().await;
+    let (source, consumer) = (topic("many", 12).await, unique_name("few"));
+    let dead = format!("{source}.{consumer}.DLQ");
+    let settings = [("max.message.bytes", "2000000")];
+    server
+        .create_topic_named(&dead, 1, &settings)
+        .await
+        .unwrap();
+    let batch: Vec<_> = (0..LETTERS)
+        .map(|n| message(&source, &format!("k{n}"), "x"))
+        .collect();
+    publish_all(&kafka, &batch).await;
+    let places: BTreeMap<String, (i32, usize)> = log(server.brokers(), source.clone())
+        .await
+        .into_iter()
+        .flat_map(|(partition, records)| {
+            let at = records.into_iter().enumerate();
+            at.map(move |(offset, (_, _, id))| (id, (partition, offset)))
+        })
+        .collect();
+    assert!(places.values().any(|(partition, _)| *partition == 11));
+    let directory = tempfile::tempdir().unwrap();
+    let store = SqliteStore::connect(directory.path().join("few.db"))
+        .await
+        .unwrap();
+    store.migrate().await.unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let running = Consumer::new(&consumer, &source, kafka.clone(), store)
+        .with_ladder(Ladder::none())
+        .run_until(handler_fn((), fail), async {
+            let _ = stopped.await;
+        });
+    let running = tokio::spawn(running);
+    eventually(60 * SECOND, "all are dead", || async {
+        server.topic_end_offsets(&dead).await.unwrap() == [LETTERS]
+    })
+    .await;
+    stop.send(()).unwrap();
+    running.await.unwrap().unwrap();
+    let mut letters = kafka
+        .subscribe(request(&unique_name("letters"), &dead))
+        .await
+        .unwrap();
+    for delivery in receive(&mut letters, LETTERS as usize).await {
+        let incoming = &delivery.incoming;
+        let (partition, offset) = places[incoming.message.id.as_str()];
+        let origin = incoming.story.origin.clone().unwrap();
+        assert_eq!(origin.topic, source);
+        assert_eq!(origin.partition, Some(partition.to_string()));
+        assert_eq!(origin.offset, Some(offset.to_string()));
+        acknowledge(delivery).await;
+    }
+    letters.close(10 * SECOND).await.unwrap();
+}
