@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, pull};
 use async_nats::jetstream::context::ConsumerInfoErrorKind;
+use async_nats::jetstream::stream::ConsumerErrorKind;
 use tokio::time::timeout;
 
 use super::config::NatsConfig;
-use super::error::server_error;
 use super::link::Link;
+use super::names::matches;
 use super::streams::unanswered;
 #[cfg(doc)]
 use crate::broker::TopologyMode;
@@ -59,6 +60,14 @@ pub(super) async fn consumer_info(
             Err(Error::new(ErrorKind::Unavailable, operation, detail))
         }
         Err(_elapsed) => Err(unanswered(link, operation)),
+    }
+}
+
+impl Feed {
+    /// Whether messages of this subject are among it.
+    pub(super) fn takes(&self, subject: &str) -> bool {
+        let mut filters = self.filters.iter();
+        self.filters.is_empty() || filters.any(|filter| matches(filter, subject))
     }
 }
 
@@ -119,7 +128,10 @@ async fn make_consumer(config: &NatsConfig, link: &Link, feed: &Feed) -> Result<
         let stream = stream.map_err(|error| (None, error.to_string()))?;
         let made = stream.create_consumer(consumer_config(config, feed)).await;
         made.map(drop).map_err(|error| {
-            let code = server_error(&error).map(|refusal| refusal.error_code().0);
+            let code = match error.kind() {
+                ConsumerErrorKind::JetStream(refusal) => Some(refusal.error_code().0),
+                _ => None,
+            };
             (code, error.to_string())
         })
     };

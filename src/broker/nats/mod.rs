@@ -21,6 +21,7 @@ mod names;
 mod publisher;
 mod puller;
 mod record;
+mod rescue;
 mod rules;
 mod shelf;
 mod streams;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::{Message, StatusCode, Subject};
+use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::future::BoxFuture;
 use time::OffsetDateTime;
@@ -18,6 +19,7 @@ use super::desk::{Desk, Item};
 use super::durable::{Feed, restore_consumer};
 use super::link::Link;
 use super::record::{self, Place};
+use super::rescue::{Raw, unreadable};
 use super::shelf::{Lease, Shelf};
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::error::{Error, ErrorKind, Result};
@@ -78,8 +80,11 @@ pub(super) struct Puller {
     pub(super) delays: Delays,
     /// After trouble: not before this.
     pub(super) pause: Option<Instant>,
-    /// After trouble: whether the consumer is still there.
-    pub(super) errand: Option<BoxFuture<'static, Result<()>>>,
+    /// After trouble: a question to be answered before the next pull.
+    pub(super) errand: Option<Errand>,
+    /// When the connection was last lost under a pull, and whether that may be by what was pulled.
+    pub(super) lost: Option<Instant>,
+    pub(super) suspicious: bool,
     pub(super) warned: Option<Instant>,
     /// What was acknowledged last, if the server has not said since that it knows.
     pub(super) unconfirmed: Option<Subject>,
@@ -116,6 +121,8 @@ impl Puller {
             delays,
             pause: None,
             errand: None,
+            lost: None,
+            suspicious: false,
             warned: None,
             unconfirmed: None,
         })
@@ -139,11 +146,12 @@ impl Puller {
                 self.listen_for_silence();
                 tend_at = now + turn;
             }
+            self.look_for_unreadable();
             self.ask_for_more().await;
             let wake = self.wake().map_or(tend_at, |wake| wake.min(tend_at));
             tokio::select! {
                 message = self.subscriber.next() => match message {
-                    Some(message) => self.take(message).await,
+                    Some(message) => self.take(message),
                     // The connection is closed for good, which only its last owner does.
                     None => {
                         let detail = "the connection is closed";
@@ -158,9 +166,7 @@ impl Puller {
                 _ = changes.changed() => {
                     let now = changes.borrow_and_update().losses;
                     if std::mem::replace(&mut losses, now) != now {
-                        // What stood at the server went with the connection.
-                        self.pull = None;
-                        self.signs = None;
+                        self.lost_connection();
                     }
                 }
                 checked = run_errand(&mut self.errand) => self.checked(checked),
@@ -181,6 +187,31 @@ impl Puller {
         let pause = self.pause.filter(|_| self.pull.is_none());
         [due, pause].into_iter().flatten().min()
     }
+
+    /// What stood at the server went with the connection. Lost again soon under a pull, it may have been lost by a message
+    /// that the client cannot read.
+    fn lost_connection(&mut self) {
+        self.signs = None;
+        if self.pull.take().is_some() {
+            let now = Instant::now();
+            let soon = 3 * self.config.ack_wait;
+            let before = self.lost.replace(now);
+            self.suspicious |= before.is_some_and(|before| now < before + soon);
+        }
+    }
+
+    fn look_for_unreadable(&mut self) {
+        if self.suspicious && self.feed.checked && self.errand.is_none() && self.link.is_connected()
+        {
+            self.suspicious = false;
+            let (link, feed) = (Arc::clone(&self.link), self.feed.clone());
+            let shelf = Arc::clone(&self.shelf);
+            self.errand = Some(Box::pin(
+                async move { unreadable(&link, &feed, &shelf).await },
+            ));
+        }
+    }
+
     fn listen_for_silence(&mut self) {
         let silent = self
             .pull
@@ -191,7 +222,7 @@ impl Puller {
         }
     }
 
-    async fn take(&mut self, message: Message) {
+    fn take(&mut self, message: Message) {
         if let Some(rest) = message.subject.strip_prefix(self.inbox.as_str()) {
             let token = rest.trim_start_matches('.').to_owned();
             return self.take_word(&token, &message);
@@ -204,10 +235,10 @@ impl Puller {
             }
         }
         self.delays.reset();
-        self.take_message(message).await;
+        self.take_message(message);
     }
 
-    async fn take_message(&mut self, message: Message) {
+    fn take_message(&mut self, message: Message) {
         let until = Instant::now() + self.config.ack_wait;
         let message = async_nats::jetstream::Message {
             message,
@@ -222,31 +253,53 @@ impl Puller {
         let Some(reply) = message.reply else {
             return;
         };
-        let Some((lease, wait)) = self.shelf.take_in(sequence, reply, until) else {
-            return;
-        };
         let place = Place {
             subject: message.subject.as_str(),
-            stream: &self.feed.stream,
+            stream: &self.feed.stream.clone(),
             sequence,
             stored_at,
         };
-        let received = record::received(&place, message.headers.as_ref(), message.payload);
+        let lines = record::lines(message.headers.as_ref());
+        self.lay_out(&place, reply, until, delivered > 1, lines, message.payload);
+    }
+
+    /// One that was fetched as data. The server counts its time since it gave it to a connection that is gone, so a sign of
+    /// life is due at once.
+    fn take_raw(&mut self, raw: Raw) {
+        let until = Instant::now() + self.config.ack_wait / 3;
+        let place = Place {
+            subject: &raw.subject,
+            stream: &self.feed.stream.clone(),
+            sequence: raw.sequence,
+            stored_at: raw.stored_at,
+        };
+        self.lay_out(&place, raw.reply, until, true, raw.headers, raw.payload);
+    }
+
+    fn lay_out(
+        &mut self,
+        place: &Place<'_>,
+        reply: Subject,
+        until: Instant,
+        redelivered: bool,
+        lines: Vec<(String, Bytes)>,
+        payload: Bytes,
+    ) {
+        let Some((lease, wait)) = self.shelf.take_in(place.sequence, reply, until) else {
+            return;
+        };
+        let received = record::received(place, lines, payload);
         let coordinates = received.coordinates.clone();
         let incoming = received.read();
-        let due = incoming
-            .story
-            .due_at
-            .filter(|_| self.feed.is_rung)
-            .map(When::Due);
+        let due = incoming.story.due_at.filter(|_| self.feed.is_rung);
         let item = Item {
             shelf: Arc::clone(&self.shelf),
             lease,
             incoming,
             coordinates,
-            redelivered: delivered > 1,
+            redelivered,
         };
-        match due.or(wait.map(When::After)) {
+        match due.map(When::Due).or(wait.map(When::After)) {
             Some(when) if !when.left().is_zero() => self.held.push((when, item)),
             _ => self.desk.offer(item),
         }
@@ -327,26 +380,33 @@ impl Puller {
                 self.feed.clone(),
             );
             self.errand = Some(Box::pin(async move {
-                restore_consumer(&config, link, &feed).await
+                restore_consumer(&config, link, &feed).await?;
+                Ok(Vec::new())
             }));
         }
     }
 
-    fn checked(&mut self, checked: Result<()>) {
+    fn checked(&mut self, checked: Result<Vec<Raw>>) {
         self.errand = None;
-        if let Err(error) = checked {
-            if error.is_transient() {
-                self.pause = Some(Instant::now() + self.delays.next_delay());
-                // Asked anew with the next question, which nobody will answer.
-                tracing::warn!(%error, "the consumer could not be checked");
-            } else {
-                self.desk.fail(error);
+        match checked {
+            Ok(found) => {
+                for raw in found {
+                    self.take_raw(raw);
+                }
             }
+            Err(error) if error.is_transient() => {
+                self.pause = Some(Instant::now() + self.delays.next_delay());
+                tracing::warn!(%error, "a question about the consumer was not answered");
+            }
+            Err(error) => self.desk.fail(error),
         }
     }
 }
 
-async fn run_errand(errand: &mut Option<BoxFuture<'static, Result<()>>>) -> Result<()> {
+/// A question, and the messages that came with its answer.
+type Errand = BoxFuture<'static, Result<Vec<Raw>>>;
+
+async fn run_errand(errand: &mut Option<Errand>) -> Result<Vec<Raw>> {
     match errand {
         Some(errand) => errand.await,
         None => std::future::pending().await,

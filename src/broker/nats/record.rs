@@ -121,28 +121,41 @@ pub(super) struct Place<'a> {
     pub(super) stored_at: OffsetDateTime,
 }
 
-/// Reads a message. Never fails: what is broken stays with the user's headers.
-pub(super) fn received(place: &Place<'_>, map: Option<&HeaderMap>, payload: Bytes) -> Received {
-    let mut natives: Vec<(&str, &str)> = map
+/// The header lines that the client read, in an order that is always the same; it keeps none of names.
+pub(super) fn lines(map: Option<&HeaderMap>) -> Vec<(String, Bytes)> {
+    let mut lines: Vec<(String, Bytes)> = map
         .into_iter()
         .flat_map(HeaderMap::iter)
         .flat_map(|(name, values)| {
             let name: &str = name.as_ref();
-            values.iter().map(move |value| (name, value.as_str()))
+            let line = move |value: &HeaderValue| {
+                let value = Bytes::copy_from_slice(value.as_str().as_bytes());
+                (name.to_owned(), value)
+            };
+            values.iter().map(line)
         })
         .collect();
-    // The client keeps no order of names; this one is at least always the same. Values of a name stay in theirs.
-    natives.sort_by_key(|(name, _)| *name);
+    // Values of a name stay in their order.
+    lines.sort_by(|(a, _), (b, _)| a.cmp(b));
+    lines
+}
+
+/// Reads a message. Never fails: what is broken stays with the user's headers.
+pub(super) fn received(
+    place: &Place<'_>,
+    mut lines: Vec<(String, Bytes)>,
+    payload: Bytes,
+) -> Received {
     let mut fields = Fields::default();
-    natives.retain(|(name, value)| {
+    lines.retain(|(name, value)| {
         !is_servers_own(name) && !fields.take(name, value, payload.is_empty())
     });
     let decoded = fields.decoded.unwrap_or_default();
     let names: BTreeSet<&str> = decoded.iter().map(|header| header.name.as_str()).collect();
     let mut all = Headers::new();
-    for (name, value) in natives {
-        if !names.contains(name) {
-            all.push(name, value.to_owned());
+    for (name, value) in lines {
+        if !names.contains(name.as_str()) {
+            all.push(name, value);
         }
     }
     for header in &decoded {
@@ -171,10 +184,10 @@ struct Fields {
 
 impl Fields {
     /// Whether the header is one of ours and well-formed; the first of each is taken.
-    fn take(&mut self, name: &str, value: &str, empty: bool) -> bool {
+    fn take(&mut self, name: &str, value: &[u8], empty: bool) -> bool {
         match name {
             headers::ENCODED_HEADERS if self.decoded.is_none() => {
-                self.decoded = header_text::decode(value.as_bytes());
+                self.decoded = header_text::decode(value);
                 self.decoded.is_some()
             }
             headers::KEY if self.key.is_none() => {
@@ -241,7 +254,7 @@ mod tests {
 
     fn round_trip(outgoing: &Outgoing) -> crate::envelope::Incoming {
         let (map, body) = encode(outgoing, Some("ORDERS")).unwrap();
-        received(&place(), Some(&over_the_wire(&map)), body).read()
+        received(&place(), lines(Some(&over_the_wire(&map))), body).read()
     }
 
     fn value(map: &HeaderMap, name: &str) -> Option<String> {
@@ -349,7 +362,7 @@ mod tests {
                 HeaderValue::from_str(text).unwrap(),
             );
         }
-        let read = received(&place(), Some(&map), "body".into()).read();
+        let read = received(&place(), lines(Some(&map)), "body".into()).read();
         assert_eq!(read.message.id.as_str(), "m-1");
         assert_eq!(read.message.key, None);
         assert_eq!(read.message.payload.as_deref(), Some(&b"body"[..]));
@@ -364,7 +377,7 @@ mod tests {
         let copy = round_trip(&read.message.clone().into());
         assert_eq!(copy.message.headers, read.message.headers);
 
-        let bare = received(&place(), None, Bytes::new()).read();
+        let bare = received(&place(), lines(None), Bytes::new()).read();
         assert!(bare.id_missing);
         assert_eq!(bare.message.id.as_str(), "orders/ORDERS/7");
         assert_eq!(bare.message.payload, Some(Bytes::new()));

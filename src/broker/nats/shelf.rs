@@ -115,6 +115,10 @@ impl Shelf {
         Some((lease, wait))
     }
 
+    pub(super) fn holds_sequence(&self, sequence: u64) -> bool {
+        self.state().leases.contains_key(&sequence)
+    }
+
     pub(super) fn holds(&self, lease: &Arc<Lease>) -> bool {
         let state = self.state();
         let held = state.leases.get(&lease.sequence);

@@ -1,11 +1,13 @@
 //! Streams: looked at, found by a subject, made.
 
 use async_nats::jetstream::ErrorCode as Code;
-use async_nats::jetstream::context::{GetStreamByNameErrorKind, GetStreamErrorKind};
+use async_nats::jetstream::context::{
+    CreateStreamErrorKind, GetStreamByNameErrorKind, GetStreamErrorKind,
+};
 use async_nats::jetstream::stream::{self, DiscardPolicy};
 use tokio::time::timeout;
 
-use super::error::{mapped, server_error};
+use super::error::mapped;
 use super::link::Link;
 use super::names::{STREAM_RULE, is_stream_name, is_subject};
 use crate::error::{Error, ErrorKind, Result};
@@ -50,7 +52,11 @@ pub(super) async fn create(
         Ok(Err(error)) => error,
         Err(_elapsed) => return Err(unanswered(link, operation)),
     };
-    match server_error(&error).map(|refusal| refusal.error_code()) {
+    let code = match error.kind() {
+        CreateStreamErrorKind::JetStream(refusal) => Some(refusal.error_code()),
+        _ => None,
+    };
+    match code {
         // Another member was faster, or it was made with other settings: it is left as it is.
         Some(Code::STREAM_NAME_EXIST) => Ok(()),
         Some(Code::STREAM_SUBJECT_OVERLAP) => {

@@ -9,7 +9,7 @@ use async_nats::jetstream::stream::{self, RetentionPolicy};
 use super::config::{Alias, NatsConfig};
 use super::durable::{Feed, ensure_consumer};
 use super::link::Link;
-use super::names::{self, STREAM_RULE, SUBJECT_RULE, is_stream_name, is_subject, matches};
+use super::names::{self, STREAM_RULE, SUBJECT_RULE, is_stream_name, is_subject};
 use super::streams::{create, stream_by_subject, stream_info, unlimited};
 use super::warnings::{Warnings, warn_of_settings};
 use crate::broker::{SubscriptionRequest, TopologyMode};
@@ -253,11 +253,9 @@ fn verify(
     settings: &stream::Config,
 ) -> Result<()> {
     let destination = own.destination.as_str();
-    let delivered = feeds.iter().filter(|feed| !feed.is_rung).any(|feed| {
-        let mut filters = feed.filters.iter();
-        feed.stream == settings.name
-            && (feed.filters.is_empty() || filters.any(|filter| matches(filter, destination)))
-    });
+    let delivered = feeds
+        .iter()
+        .any(|feed| !feed.is_rung && feed.stream == settings.name && feed.takes(destination));
     let alone = settings.subjects == [destination];
     if delivered || (own.is_rung && !alone) {
         return Err(overlap(destination, settings));
