@@ -35,7 +35,7 @@ pub(super) async fn lag(
     source: &str,
 ) -> Result<Backlog> {
     let mut feed = feed_of(config, consumer, source);
-    if stream_info(link, &feed.stream).await?.is_none() {
+    if stream_info(link, LAG, &feed.stream).await?.is_none() {
         // A rung is asked for by its subject.
         match stream_by_subject(link, LAG, source).await? {
             Some(stream) => feed.stream = stream,
@@ -59,7 +59,7 @@ pub(super) async fn lag(
 }
 
 async fn of_subjects(link: &Link, stream: &str, filters: &[String]) -> Result<Backlog> {
-    let Some(info) = stream_info(link, stream).await? else {
+    let Some(info) = stream_info(link, DEPTH, stream).await? else {
         return Err(missing(DEPTH, stream));
     };
     let messages = if filters.is_empty() {

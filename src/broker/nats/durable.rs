@@ -128,18 +128,19 @@ async fn make_consumer(config: &NatsConfig, link: &Link, feed: &Feed) -> Result<
         let stream = stream.map_err(|error| (None, error.to_string()))?;
         let made = stream.create_consumer(consumer_config(config, feed)).await;
         made.map(drop).map_err(|error| {
-            let code = match error.kind() {
-                ConsumerErrorKind::JetStream(refusal) => Some(refusal.error_code().0),
+            let refusal = match error.kind() {
+                ConsumerErrorKind::JetStream(refusal) => Some(refusal),
                 _ => None,
             };
-            (code, error.to_string())
+            (refusal, error.to_string())
         })
     };
-    let (code, text) = match timeout(link.answer_deadline, made).await {
+    let (refusal, text) = match timeout(link.answer_deadline, made).await {
         Ok(Ok(())) => return Ok(()),
         Ok(Err(refusal)) => refusal,
         Err(_elapsed) => return Err(unanswered(link, OPERATION)),
     };
+    let code = refusal.as_ref().map(|refusal| refusal.error_code().0);
     if code.is_some_and(|code| WORK_QUEUE_TAKEN.contains(&code)) {
         return Err(Error::configuration(
             "destination",
@@ -149,8 +150,13 @@ async fn make_consumer(config: &NatsConfig, link: &Link, feed: &Feed) -> Result<
             &feed.source,
         ));
     }
+    // The stream may come back, and what the server lacks may come; what it does not allow stays.
+    let kind = match refusal.map(|refusal| refusal.code()) {
+        Some(400..=403) => ErrorKind::Rejected,
+        _ => ErrorKind::Unavailable,
+    };
     let detail = format!("consumer {durable} of stream {stream} could not be made: {text}");
-    Err(Error::new(ErrorKind::Unavailable, OPERATION, detail))
+    Err(Error::new(kind, OPERATION, detail))
 }
 
 fn consumer_config(config: &NatsConfig, feed: &Feed) -> pull::Config {

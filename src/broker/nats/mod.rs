@@ -153,8 +153,8 @@ impl Publisher for Nats {
             for destination in destinations.iter().filter(|name| !config.is_core(name)) {
                 match streams::stream_by_subject(link, "check", destination).await? {
                     Some(stream) => {
-                        if let Some(info) = streams::stream_info(link, &stream).await? {
-                            warnings.about_stream(config, &info.config);
+                        if let Some(info) = streams::stream_info(link, "check", &stream).await? {
+                            warnings.about_stream(config, &info);
                         }
                     }
                     None => missing.push(destination.as_str()),

@@ -390,6 +390,8 @@ impl Puller {
         self.errand = None;
         match checked {
             Ok(found) => {
+                // Of a consumer that was made anew the server would not know it.
+                self.unconfirmed = None;
                 for raw in found {
                     self.take_raw(raw);
                 }

@@ -12,8 +12,6 @@ use super::link::Link;
 use super::names::{STREAM_RULE, is_stream_name, is_subject};
 use crate::error::{Error, ErrorKind, Result};
 
-const OPERATION: &str = "subscribe";
-
 /// File storage without limits, and should somebody set one: it refuses what is new and never drops what it has.
 pub(super) fn unlimited() -> stream::Config {
     stream::Config {
@@ -87,11 +85,15 @@ pub(super) fn unanswered(link: &Link, operation: &'static str) -> Error {
 }
 
 /// A stream's settings and state; nothing if there is none.
-pub(super) async fn stream_info(link: &Link, name: &str) -> Result<Option<stream::Info>> {
+pub(super) async fn stream_info(
+    link: &Link,
+    operation: &'static str,
+    name: &str,
+) -> Result<Option<stream::Info>> {
     let error = match timeout(link.answer_deadline, link.context.get_stream(name)).await {
         Ok(Ok(stream)) => return Ok(Some(stream.cached_info().clone())),
         Ok(Err(error)) => error,
-        Err(_elapsed) => return Err(unanswered(link, OPERATION)),
+        Err(_elapsed) => return Err(unanswered(link, operation)),
     };
     match error.kind() {
         GetStreamErrorKind::InvalidStreamName | GetStreamErrorKind::EmptyName => Ok(None),
@@ -102,7 +104,7 @@ pub(super) async fn stream_info(link: &Link, name: &str) -> Result<Option<stream
         }
         _ => {
             let detail = format!("stream {name} could not be looked at");
-            Err(mapped(ErrorKind::Unavailable, OPERATION, &detail, error))
+            Err(mapped(ErrorKind::Unavailable, operation, &detail, error))
         }
     }
 }

@@ -120,9 +120,9 @@ pub(super) async fn prepare(
             .stream
             .clone()
             .unwrap_or_else(|| names::stream_of(&own.destination));
-        if let Some(info) = stream_info(link, &name).await? {
+        if let Some(info) = stream_info(link, OPERATION, &name).await? {
             verify(own, &sources, &feeds, &info.config)?;
-            warnings.about_stream(config, &info.config);
+            warnings.about_stream(config, &info);
         }
         if own.is_rung {
             feeds.push(feed_of_rung(consumer, &own.destination, name));
@@ -158,17 +158,9 @@ async fn sources(
     let mut found = Vec::new();
     let mut missing = BTreeSet::new();
     for feed in feeds {
-        match stream_info(link, &feed.stream).await? {
+        match stream_info(link, OPERATION, &feed.stream).await? {
             Some(info) => {
-                warnings.about_stream(config, &info.config);
-                if info.config.retention == RetentionPolicy::Interest
-                    && info.state.consumer_count == 0
-                {
-                    warnings.add(format!(
-                        "stream {} keeps only what a consumer asks for, and had none before {}",
-                        feed.stream, request.consumer
-                    ));
-                }
+                warnings.about_stream(config, &info);
                 found.push(info);
             }
             None => drop(missing.insert(feed.stream.clone())),

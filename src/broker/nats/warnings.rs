@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use async_nats::jetstream::stream::{self, DiscardPolicy};
+use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy};
 
 use super::config::NatsConfig;
 use crate::broker::SubscriptionRequest;
@@ -33,14 +33,15 @@ impl Warnings {
     }
 
     /// What its settings do to messages of ours.
-    pub(super) fn about_stream(&self, config: &NatsConfig, settings: &stream::Config) {
-        for warning in stream_warnings(settings, config.resend_horizon) {
+    pub(super) fn about_stream(&self, config: &NatsConfig, info: &stream::Info) {
+        let consumers = info.state.consumer_count;
+        for warning in stream_warnings(&info.config, consumers, config.resend_horizon) {
             self.add(warning);
         }
     }
 }
 
-fn stream_warnings(settings: &stream::Config, horizon: Duration) -> Vec<String> {
+fn stream_warnings(settings: &stream::Config, consumers: usize, horizon: Duration) -> Vec<String> {
     let name = &settings.name;
     let mut warnings = Vec::new();
     let limits: Vec<&str> = [
@@ -58,6 +59,11 @@ fn stream_warnings(settings: &stream::Config, horizon: Duration) -> Vec<String> 
         let limits = limits.join(", ");
         warnings.push(format!(
             "stream {name} drops its oldest messages unread once {limits} is reached (discard: old)"
+        ));
+    }
+    if settings.retention == RetentionPolicy::Interest && consumers == 0 {
+        warnings.push(format!(
+            "stream {name} keeps only what a consumer asks for, and has none: it confirms messages and drops them"
         ));
     }
     if !settings.duplicate_window.is_zero() && settings.duplicate_window < horizon {
@@ -103,19 +109,22 @@ mod tests {
             duplicate_window: horizon,
             ..unlimited()
         };
-        assert!(stream_warnings(&settings, horizon).is_empty());
+        assert!(stream_warnings(&settings, 1, horizon).is_empty());
         settings.max_messages = 10;
         assert!(
-            stream_warnings(&settings, horizon).is_empty(),
+            stream_warnings(&settings, 1, horizon).is_empty(),
             "it refuses what is new"
         );
         settings.discard = DiscardPolicy::Old;
         settings.duplicate_window = Duration::from_secs(1);
-        let warnings = stream_warnings(&settings, horizon);
+        let warnings = stream_warnings(&settings, 1, horizon);
         assert_eq!(warnings.len(), 2);
         assert!(
             warnings.iter().any(|text| text.contains("max_msgs")),
             "{warnings:?}"
         );
+        settings.retention = RetentionPolicy::Interest;
+        assert_eq!(stream_warnings(&settings, 1, horizon).len(), 2);
+        assert_eq!(stream_warnings(&settings, 0, horizon).len(), 3);
     }
 }
