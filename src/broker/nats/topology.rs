@@ -31,8 +31,11 @@ pub(super) fn check(config: &NatsConfig, request: &SubscriptionRequest) -> Resul
         return Err(Error::configuration("sources", limit, "none"));
     }
     for source in &request.sources {
-        if !is_stream_name(source) && alias(config, source).is_none() {
-            let limit = format!("an alias, or the name of a stream: {STREAM_RULE}");
+        let is_known = alias(config, source).is_some() || is_stream_name(source);
+        if !is_known && !is_subject(source) {
+            let limit = format!(
+                "an alias, a rung or dead letter destination, or the name of a stream: {STREAM_RULE}"
+            );
             return Err(Error::configuration("sources", limit, source));
         }
     }
@@ -56,9 +59,14 @@ fn alias<'a>(config: &'a NatsConfig, source: &str) -> Option<&'a Alias> {
 /// Where the messages of a source come from.
 pub(super) fn feed_of(config: &NatsConfig, consumer: &str, source: &str) -> Feed {
     let alias = alias(config, source);
+    // What is no stream's name may be a dead letter destination, whose stream is named after it.
+    let stream = || match is_stream_name(source) {
+        true => source.to_owned(),
+        false => names::stream_of(source),
+    };
     Feed {
         source: source.to_owned(),
-        stream: alias.map_or_else(|| source.to_owned(), |alias| alias.stream.clone()),
+        stream: alias.map_or_else(stream, |alias| alias.stream.clone()),
         durable: names::durable(consumer, alias.map(|alias| alias.name.as_str())),
         filters: alias.map(|alias| alias.filters.clone()).unwrap_or_default(),
         is_rung: false,
