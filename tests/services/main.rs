@@ -21,6 +21,8 @@ mod end_to_end;
 mod kafka;
 mod kafka_contract;
 mod postgres;
+mod rabbitmq;
+mod rabbitmq_contract;
 mod relay_process;
 mod relay_trouble;
 mod restored;
