@@ -145,7 +145,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
                 .bind(payload)
                 .execute(&mut *tx)
                 .await?;
-            let message = Message::new(world.destination(), webhook.event)
+            let message = Message::new(world.destination(&key), webhook.event)
                 .with_key(key)
                 .with_content_type("application/json")
                 .with_header("action", webhook.action.unwrap_or_default())

@@ -7,8 +7,11 @@ use std::time::Duration;
 
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Kafka, KafkaConfig};
+use relaybox::broker::nats::{Nats, NatsConfig};
+use relaybox::broker::rabbitmq::{ExchangeKind, QueueKind, RabbitMq, RabbitMqConfig};
 use relaybox::broker::{Broker, Settlement, SubscriptionRequest};
 use relaybox::envelope::Incoming;
+use relaybox::lane::lane_of;
 
 /// Short, so that a killed relay's lanes are free after a few seconds.
 pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(3);
@@ -27,14 +30,21 @@ pub struct Place {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Product {
     Kafka,
+    RabbitMq,
+    Nats,
 }
 
+/// Queues that a source on RabbitMQ is split into, so that a key goes to one member at a time.
+const SHARDS: u16 = 4;
+
 impl Product {
-    const ALL: [Self; 1] = [Self::Kafka];
+    const ALL: [Self; 3] = [Self::Kafka, Self::RabbitMq, Self::Nats];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Kafka => "kafka",
+            Self::RabbitMq => "rabbitmq",
+            Self::Nats => "nats",
         }
     }
 
@@ -46,29 +56,36 @@ impl Product {
     pub fn variable(self) -> &'static str {
         match self {
             Self::Kafka => "RELAYBOX_KAFKA_BROKERS",
+            Self::RabbitMq => "RELAYBOX_RABBITMQ_URL",
+            Self::Nats => "RELAYBOX_NATS_URL",
         }
     }
 
-    /// Where messages about `topic` are sent to. The consumer's source is `topic` itself.
-    pub fn destination(self, topic: &str) -> String {
+    /// Where messages about `topic` with this key are sent to. The consumer's source is `topic` itself.
+    pub fn destination(self, topic: &str, key: &[u8]) -> String {
         match self {
-            Self::Kafka => topic.to_owned(),
+            Self::Kafka | Self::Nats => topic.to_owned(),
+            // By an exchange, so that an auditor can have a queue beside the consumer's.
+            Self::RabbitMq => format!("{topic}/{}", lane_of(key) % i32::from(SHARDS)),
         }
     }
 
     /// Where a copy of everything sent can be read when all is over.
     pub fn wire(self, topic: &str) -> String {
         match self {
-            Self::Kafka => topic.to_owned(),
+            Self::Kafka | Self::Nats => topic.to_owned(),
+            Self::RabbitMq => format!("{topic}.wire"),
         }
     }
 }
 
 impl Place {
     /// A client. `topic` is what the story is about.
-    pub async fn connect(&self, _topic: &str) -> relaybox::Result<Arc<dyn Broker>> {
+    pub async fn connect(&self, topic: &str) -> relaybox::Result<Arc<dyn Broker>> {
         Ok(match self.product {
             Product::Kafka => Arc::new(self.kafka().await?),
+            Product::RabbitMq => Arc::new(self.rabbitmq(topic).await?),
+            Product::Nats => Arc::new(self.nats(topic).await?),
         })
     }
 
@@ -76,6 +93,8 @@ impl Place {
     pub async fn prepare(&self, topic: &str, partitions: u16) -> relaybox::Result<()> {
         match self.product {
             Product::Kafka => self.kafka().await?.create_topic(topic, partitions).await,
+            Product::RabbitMq => prepare_rabbitmq(&self.rabbitmq(topic).await?, topic).await,
+            Product::Nats => self.nats(topic).await?.create_stream(topic, [topic]).await,
         }
     }
 
@@ -85,6 +104,37 @@ impl Place {
             .with_session_timeout(SESSION);
         Kafka::connect(config).await
     }
+
+    async fn rabbitmq(&self, topic: &str) -> relaybox::Result<RabbitMq> {
+        let config = RabbitMqConfig::new(&self.address)
+            .with_publish_deadline(PUBLISH_DEADLINE)
+            .with_heartbeat(SESSION / 2)
+            .with_shards(topic, SHARDS);
+        RabbitMq::connect(config).await
+    }
+
+    async fn nats(&self, topic: &str) -> relaybox::Result<Nats> {
+        let config = NatsConfig::new(&self.address)
+            .with_publish_deadline(PUBLISH_DEADLINE)
+            .with_ack_wait(SESSION)
+            .with_stream(topic, [topic]);
+        Nats::connect(config).await
+    }
+}
+
+/// An exchange, the consumer's queues and the auditor's: each message goes to one of the former and to the latter.
+async fn prepare_rabbitmq(broker: &RabbitMq, topic: &str) -> relaybox::Result<()> {
+    let wire = format!("{topic}.wire");
+    broker.declare_exchange(topic, ExchangeKind::Direct).await?;
+    broker.declare_queue(topic, QueueKind::Quorum).await?;
+    broker.declare_queue(&wire, QueueKind::Quorum).await?;
+    for shard in (0..SHARDS).map(|shard| shard.to_string()) {
+        broker
+            .bind(&format!("{topic}.{shard}"), topic, &shard, &[])
+            .await?;
+        broker.bind(&wire, topic, &shard, &[]).await?;
+    }
+    Ok(())
 }
 
 /// How many messages are at a place; none while nobody has made it.

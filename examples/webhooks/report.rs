@@ -73,7 +73,10 @@ fn wrong_dead_letters(world: &World, letters: &Records) -> Vec<String> {
             ),
             (
                 "origin",
-                origin.is_some_and(|o| o.topic == world.destination() && o.partition.is_some()),
+                origin.is_some_and(|o| {
+                    o.topic == world.destination(message.key_str().unwrap_or_default())
+                        && o.partition.is_some()
+                }),
             ),
             (
                 "error",

@@ -40,7 +40,7 @@ impl World {
             product,
             address: variable(product.variable())?,
         };
-        let topic = format!("webhooks.{run}");
+        let topic = format!("webhooks-{run}");
         let schema = format!("webhooks_{run}");
         let prefix = Prefix::new(&format!("{schema}.relaybox_"))?;
         let store = PostgresStore::connect(&url).await?.with_prefix(prefix);
@@ -77,8 +77,8 @@ impl World {
     }
 
     /// Where messages are sent to.
-    pub fn destination(&self) -> String {
-        self.place.product.destination(&self.topic)
+    pub fn destination(&self, key: &str) -> String {
+        self.place.product.destination(&self.topic, key.as_bytes())
     }
 
     /// Where a copy of everything sent can be read.

@@ -30,6 +30,7 @@ macro_rules! __broker_cases {
             consuming no_more_than_in_flight_max_are_unsettled Nothing;
             consuming an_abandoned_receive_loses_nothing Nothing;
             consuming create_makes_rungs_and_dead_letters Nothing;
+            consuming dead_letters_are_read_by_their_name Nothing;
             consuming verify_names_everything_missing Nothing;
             consuming a_missing_source_is_never_created Nothing;
             consuming unchecked_topology_takes_what_is_there Nothing;

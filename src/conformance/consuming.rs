@@ -300,3 +300,18 @@ pub(super) async fn unchecked_topology_takes_what_is_there(fixture: &dyn Fixture
     let deliveries = receive_count(&mut *subscription, 1).await;
     assert_eq!(numbers(&deliveries), [0]);
 }
+
+/// A redrive begins like this.
+pub(super) async fn dead_letters_are_read_by_their_name(fixture: &dyn Fixture) {
+    let source = fixture.topic(1).await;
+    let mut request = SubscriptionRequest::new(fresh("consumer"), vec![source.clone()]);
+    let dead = format!("{source}.DLQ");
+    request.dead_letters = vec![dead.clone()];
+    close(subscribe(fixture, request).await).await;
+    publish_all(&*fixture.publisher(), &[numbered(&dead, "a", 7)]).await;
+    let request = SubscriptionRequest::new(fresh("redrive"), vec![dead.clone()]);
+    let mut subscription = subscribe(fixture, request).await;
+    let delivery = receive_count(&mut *subscription, 1).await.remove(0);
+    assert_eq!((number(&delivery), &delivery.source), (7, &dead));
+    acknowledge(delivery).await;
+}

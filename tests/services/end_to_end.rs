@@ -114,7 +114,7 @@ impl Story {
     }
 
     fn topic(&self) -> String {
-        format!("webhooks.{}", self.run)
+        format!("webhooks-{}", self.run)
     }
 
     fn role(&self, role: &str) -> Command {

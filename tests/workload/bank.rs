@@ -97,13 +97,17 @@ impl Change {
         let head = filler[..filler.len().min(16)].to_vec();
         let mut message = Message::new(destination, EVENT)
             .with_id(id)
-            .with_key(self.account.to_string())
+            .with_key(self.key())
             .with_version(self.version)
             .with_header("note", head)
             .with_header("note", self.transfer.to_string())
             .with_payload(payload);
         message.headers.push_optional("nothing", None);
         Ok(message)
+    }
+
+    pub fn key(&self) -> String {
+        self.account.to_string()
     }
 
     pub fn read(message: &Message) -> serde_json::Result<Self> {

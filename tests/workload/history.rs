@@ -14,8 +14,6 @@ use super::world::{self, Anyhow, World};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
     pub seed: u64,
-    /// What the story of a failed message must say of its origin.
-    pub origin: String,
     /// Whether the broker gives all messages of an account to one member at a time: only then are they handled in order.
     pub key_affinity: bool,
     /// What every account had before.
@@ -161,7 +159,6 @@ impl Facts {
         let letters = read(&*broker, &world::dead_letters()).await?;
         Ok(Self {
             seed,
-            origin: world.destination(),
             key_affinity: broker.key_affinity(TOPIC),
             opening: super::bank::OPENING,
             bank: accounts(

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use relaybox::store::OutboxAdmin;
 use relaybox_testcontainers::Postgres;
 
-use super::bank::mixed;
+use super::bank::{TOPIC, mixed};
 use super::broker::SESSION;
 use super::history::Disturbed;
 use super::processes::Fleet;
@@ -280,27 +280,34 @@ pub async fn trouble_destination(
     time: Duration,
     diary: Diary,
 ) -> Anyhow<()> {
-    let (bank, name) = (&world.bank, &*world.destination());
+    let (bank, destinations) = (&world.bank, world.destinations());
     let start = Instant::now();
     for step in plan {
         if !in_time(start, &step, time).await {
             break;
         }
-        diary.note(format!("{name}: {:?}", step.action));
-        match step.action {
-            Action::Pause { time } => {
-                insist(async || bank.pause(name, "nemesis").await).await?;
-                tokio::time::sleep(time).await;
-                insist(async || bank.resume(name).await).await?;
+        diary.note(format!("{TOPIC}: {:?}", step.action));
+        // One after the other: where a topic has several destinations, some are free while others are not.
+        for name in &destinations {
+            match step.action {
+                Action::Pause { .. } => insist(async || bank.pause(name, "nemesis").await).await?,
+                Action::Limit { rate_max, .. } => {
+                    insist(async || bank.limit(name, Some(rate_max), "nemesis").await).await?;
+                }
+                _ => return Err("this cannot be done to a destination".into()),
             }
-            Action::Limit { rate_max, time } => {
-                insist(async || bank.limit(name, Some(rate_max), "nemesis").await).await?;
-                tokio::time::sleep(time).await;
-                insist(async || bank.limit(name, None, "nemesis").await).await?;
-            }
-            _ => return Err("this cannot be done to a destination".into()),
         }
-        diary.note(format!("{name} is free"));
+        let (Action::Pause { time } | Action::Limit { time, .. }) = step.action else {
+            return Err("this cannot be done to a destination".into());
+        };
+        tokio::time::sleep(time).await;
+        for name in &destinations {
+            match step.action {
+                Action::Pause { .. } => insist(async || bank.resume(name).await).await?,
+                _ => insist(async || bank.limit(name, None, "nemesis").await).await?,
+            }
+        }
+        diary.note(format!("{TOPIC} is free"));
     }
     Ok(())
 }

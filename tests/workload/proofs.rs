@@ -45,7 +45,6 @@ fn good() -> Facts {
     Facts {
         seed: SEED,
         // Two accounts would need a change each; one that starts lower keeps the sum.
-        origin: TOPIC.into(),
         key_affinity: true,
         opening: OPENING,
         bank: vec![account(1, 115, 3)],

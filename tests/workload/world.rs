@@ -1,5 +1,6 @@
 //! The services of a run: two schemas in one database, and one broker.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -76,9 +77,13 @@ impl World {
         })
     }
 
-    /// Where the bank's messages are sent to.
-    pub fn destination(&self) -> String {
-        self.place.product.destination(bank::TOPIC)
+    /// Where messages are sent to, all accounts together.
+    pub fn destinations(&self) -> BTreeSet<String> {
+        let destination = |account: i64| {
+            let key = account.to_string();
+            self.place.product.destination(bank::TOPIC, key.as_bytes())
+        };
+        (1..=bank::ACCOUNTS).map(destination).collect()
     }
 
     pub async fn broker(&self) -> relaybox::Result<Arc<dyn Broker>> {

@@ -10,7 +10,7 @@ use sqlx::{Acquire, Postgres, Transaction};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::bank::{Change, Ending, Transfer, digest, id_of};
+use super::bank::{Change, Ending, TOPIC, Transfer, digest, id_of};
 use super::world::{Anyhow, World};
 
 /// Connections that write side by side. Each takes every sixth number.
@@ -154,7 +154,8 @@ impl Writer {
     }
 
     fn message(&self, change: &Change, id: String, plan: &Transfer) -> Anyhow<Message> {
-        let destination = self.world.destination();
+        let product = self.world.place.product;
+        let destination = product.destination(TOPIC, change.key().as_bytes());
         Ok(change.message(&destination, id, &plan.filler)?)
     }
 

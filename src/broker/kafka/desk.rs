@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::story::Origin;
 
 /// One assignment of one partition. A later assignment of the same partition is another one, so what still belongs to
-/// this one can be told apart for good.
+/// this one can be told apart for good: once nobody asks for its commit point any more, results change nothing.
 pub(super) struct Holding {
     /// Whether deliveries may be started. False from the moment the partition is taken away.
     current: AtomicBool,
@@ -27,8 +27,6 @@ struct Book {
     progress: Progress,
     /// Deliveries queued or handed over, and not settled.
     outstanding: usize,
-    /// Whether settlements count no more: the partition is somebody else's.
-    ended: bool,
 }
 
 impl Holding {
@@ -59,12 +57,6 @@ impl Holding {
 
     pub(super) fn tracked(&self) -> usize {
         self.book().progress.tracked()
-    }
-
-    /// From now on settlements change nothing.
-    pub(super) fn end(&self) {
-        self.current.store(false, Ordering::Release);
-        self.book().ended = true;
     }
 }
 
@@ -305,8 +297,7 @@ impl Desk {
         state.unsettled -= 1;
         let mut book = item.holding.book();
         book.outstanding -= 1;
-        let ended = book.ended;
-        if settlement == Settlement::Acknowledge && !ended {
+        if settlement == Settlement::Acknowledge {
             book.progress.finished(item.offset);
         }
         drop(book);

@@ -123,7 +123,6 @@ impl Member {
             tracing::warn!(topic, partition, offset, "partition went backwards");
             let old = std::mem::replace(slot, Slot::new());
             self.desk.take_back(std::slice::from_ref(&old.holding));
-            old.holding.end();
             // The first offset of a new holding is always news.
             let _ = slot.holding.received(offset);
         }
@@ -256,9 +255,6 @@ impl Member {
             if !consumer.assignment_lost() {
                 self.store(consumer);
             }
-        }
-        for holding in &holdings {
-            holding.end();
         }
         let mut slots = self.slots();
         for element in list.elements() {

@@ -118,9 +118,9 @@ impl Sender {
             .map(|error| rejected(RejectionScope::Message, error))
     }
 
-    async fn send<'a>(
+    async fn send(
         &self,
-        batch: &'a [Outgoing],
+        batch: &[Outgoing],
         indices: Vec<usize>,
         until: Instant,
     ) -> Vec<(usize, PublishOutcome)> {

@@ -12,7 +12,7 @@ use super::arguments::{self, short, table, text};
 use super::config::RabbitMqConfig;
 use super::error::{inequivalent, is_not_found, mapped, mismatch};
 use super::link::Link;
-use super::place::{Place, Shards, queue};
+use super::place::{Place, Shards, queue, shard_names};
 use super::{ExchangeKind, QueueKind};
 use crate::broker::{Rung, SubscriptionRequest, TopologyMode};
 use crate::error::{Error, ErrorKind, Result};
@@ -122,13 +122,25 @@ impl Surveyor<'_> {
         for queue in self.shards.queues(name)? {
             match self.count(&queue).await? {
                 Some(count) => all += u64::from(count),
-                None => {
-                    let detail = format!("no such queue: {queue}");
-                    return Err(Error::new(ErrorKind::NotFound, self.operation, detail));
-                }
+                None => return self.depth_of_split(name, &queue).await,
             }
         }
         Ok(all)
+    }
+
+    /// The same of a rung that is split like its source, of which only its members know.
+    async fn depth_of_split(&self, name: &str, missing: &str) -> Result<u64> {
+        let mut all = None;
+        for shard in shard_names(queue(name)?) {
+            let Some(count) = self.count(&shard).await? else {
+                break;
+            };
+            all = Some(all.unwrap_or(0) + u64::from(count));
+        }
+        all.ok_or_else(|| {
+            let detail = format!("no such queue: {missing}");
+            Error::new(ErrorKind::NotFound, self.operation, detail)
+        })
     }
 
     /// Ready messages of a queue; `None` if there is no such queue.

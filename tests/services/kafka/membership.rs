@@ -207,6 +207,45 @@ async fn a_result_that_is_later_than_the_drain_changes_nothing() {
     }
 }
 
+/// What is in work when a partition is taken away gets its time, and what becomes of it is committed before the next
+/// owner begins.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_done_before_the_drain_ends_does_not_come_again() {
+    for assignor in ASSIGNORS {
+        let kafka = with(|c| c.with_assignor(assignor).with_drain_deadline(60 * SECOND)).await;
+        let topic = topic("drained", 2).await;
+        let send = async |n: usize| {
+            for key in 0..12 {
+                publish_all(&kafka, &numbered(&topic, &format!("k{key}"), n..n + 1)).await;
+            }
+        };
+        send(0).await;
+        let asked = request(&unique_name("drained"), &topic);
+        let mut first = kafka.subscribe(asked.clone()).await.unwrap();
+        let in_work = receive(&mut first, 12).await;
+        let mut second = kafka.subscribe(asked).await.unwrap();
+        eventually(60 * SECOND, "partitions are taken away", || async {
+            in_work
+                .iter()
+                .any(|delivery| !delivery.receipt.is_current())
+        })
+        .await;
+        for delivery in in_work {
+            acknowledge(delivery).await;
+        }
+        send(1).await;
+        // Each gets its share of the second round, and nothing of the first.
+        for subscription in [&mut first, &mut second] {
+            for delivery in receive(subscription, 1).await {
+                assert_eq!(text(&delivery), "1", "{assignor:?}");
+                acknowledge(delivery).await;
+            }
+        }
+        first.close(10 * SECOND).await.unwrap();
+        second.close(10 * SECOND).await.unwrap();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_static_member_that_restarts_finds_its_partitions_and_moves_none() {
     let (topic, consumer) = (topic("static", 2).await, unique_name("static"));
