@@ -1,5 +1,6 @@
 //! One member in awkward moments: what comes back, what was there before, what nobody can read.
 
+use rdkafka::consumer::Consumer as _;
 use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Assignor, Kafka};
@@ -280,6 +281,13 @@ async fn a_static_member_that_restarts_finds_its_partitions_and_moves_none() {
     })
     .await;
     second.close(10 * SECOND).await.unwrap();
+    let (brokers, group) = (shared_kafka().await.brokers(), consumer.clone());
+    let ask = move || {
+        let groups = client(&brokers).fetch_group_list(Some(&group), 10 * SECOND);
+        groups.unwrap().groups()[0].members().len()
+    };
+    let members = tokio::task::spawn_blocking(ask).await.unwrap();
+    assert_eq!(members, 2, "the one that is away is still a member");
     send(1_000).await;
     let mut second = b.subscribe(request(&consumer, &topic)).await.unwrap();
     let deliveries = receive(&mut second, 1).await;

@@ -7,6 +7,7 @@ mod membership;
 mod publishing;
 mod raw;
 mod rebalancing;
+mod refusals;
 mod security;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
