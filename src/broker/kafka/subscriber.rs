@@ -261,7 +261,7 @@ fn commit_and_leave(consumer: &BaseConsumer<Member>, desk: &Desk) -> Result<()> 
             Err(_) => drop(consumer.poll(SHORT_TURN)),
         }
     }
-    // A static member keeps its partitions: to unsubscribe would give them away.
+    // A static member keeps its partitions; to unsubscribe gives them away, if the end does not come first.
     if member.instance_id().is_some() {
         return match committed {
             true => Ok(()),

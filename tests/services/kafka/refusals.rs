@@ -94,26 +94,31 @@ async fn a_client_that_gave_up_for_good_is_replaced() {
 
 /// What the client knows of a topic by itself is as old as its last look; what we know by asking is not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_topic_that_is_allowed_again_needs_no_patience() {
+async fn a_topic_that_is_there_again_needs_no_patience() {
     let cluster = MockCluster::new(1).unwrap();
     for name in ["open", "closed"] {
         cluster.create_topic(name, 1, 1).unwrap();
     }
-    // Often, so that the client itself learns that the topic is forbidden.
+    // Often and at once, so that the client itself learns what became of the topic.
     let config = config(&cluster.bootstrap_servers())
-        .with_property("topic.metadata.refresh.interval.ms", "4000");
+        .with_property("topic.metadata.refresh.interval.ms", "4000")
+        .with_property("topic.metadata.propagation.max.ms", "0");
     let kafka = Kafka::connect(config).await.unwrap();
     let batch = [message("closed", "k", "0"), message("open", "k", "0")];
     publish_all(&kafka, &batch).await;
-    let forbidden = RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED;
-    cluster.topic_error("closed", forbidden).unwrap();
-    eventually(60 * SECOND, "forbidden", || async {
-        let outcomes = kafka.publish(&batch).await;
-        assert!(outcomes[1].is_confirmed(), "{outcomes:?}");
-        is_rejected(&outcomes[0], RejectionScope::Destination)
-    })
-    .await;
-    let allowed = RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR;
-    cluster.topic_error("closed", allowed).unwrap();
-    publish_all(&kafka, &batch).await;
+    for error in [
+        RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED,
+        RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART,
+    ] {
+        cluster.topic_error("closed", error).unwrap();
+        eventually(60 * SECOND, "refused", || async {
+            let outcomes = kafka.publish(&batch).await;
+            assert!(outcomes[1].is_confirmed(), "{outcomes:?}");
+            is_rejected(&outcomes[0], RejectionScope::Destination)
+        })
+        .await;
+        let nothing = RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR;
+        cluster.topic_error("closed", nothing).unwrap();
+        publish_all(&kafka, &batch).await;
+    }
 }
