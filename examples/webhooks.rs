@@ -1,9 +1,9 @@
-//! The same story as the quickstart over real services: webhook deliveries written to a PostgreSQL outbox, relayed to
-//! Kafka, consumed into PostgreSQL with an inbox, a ladder and dead letters.
+//! The same story as the quickstart over real services: webhook deliveries written to a PostgreSQL outbox, relayed to a
+//! broker, consumed into PostgreSQL with an inbox, a ladder and dead letters.
 //!
 //! ```sh
 //! export RELAYBOX_POSTGRES_URL=postgres://... RELAYBOX_KAFKA_BROKERS=localhost:9092
-//! cargo run --example webhooks --features postgres,kafka -- FILE [--copies K]
+//! cargo run --example webhooks --features postgres,kafka,rabbitmq,nats -- FILE [--copies K] [--broker kafka]
 //! ```
 //!
 //! FILE holds one JSON object a line: `{"event", "action", "key", "payload"}`. With `--role` the parts of the story run
@@ -11,6 +11,8 @@
 
 #[path = "webhooks/arguments.rs"]
 mod arguments;
+#[path = "webhooks/broker.rs"]
+mod broker;
 #[path = "webhooks/report.rs"]
 mod report;
 mod story;
@@ -67,7 +69,7 @@ async fn run() -> Anyhow<bool> {
         .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
         .with_writer(std::io::stderr)
         .init();
-    let world = World::connect(&arguments.run).await?;
+    let world = World::connect(arguments.product, &arguments.run).await?;
     match arguments.role {
         Role::All => all(&world, &arguments).await,
         Role::Prepare => world.prepare().await.map(|()| true),
@@ -124,7 +126,7 @@ async fn all(world: &World, arguments: &Arguments) -> Anyhow<bool> {
 async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
     let text = std::fs::read_to_string(&arguments.file)
         .map_err(|error| format!("{}: {error}", arguments.file.display()))?;
-    let outbox = Outbox::new(world.store.clone()).with_rules_of(&world.kafka);
+    let outbox = Outbox::new(world.store.clone()).with_rules_of(&world.broker);
     let fact = "INSERT INTO {schema}.fact (number, key, digest) VALUES ($1, $2, md5($3::bytea))";
     let mut number = 0i64;
     for copy in 1..=arguments.copies {
@@ -143,7 +145,7 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
                 .bind(payload)
                 .execute(&mut *tx)
                 .await?;
-            let message = Message::new(&world.topic, webhook.event)
+            let message = Message::new(world.destination(), webhook.event)
                 .with_key(key)
                 .with_content_type("application/json")
                 .with_header("action", webhook.action.unwrap_or_default())
@@ -161,8 +163,8 @@ async fn enqueue(world: &World, arguments: &Arguments) -> Anyhow<u64> {
 async fn relay(world: &World, stop: impl Future<Output = ()> + Send) -> Anyhow<()> {
     let config = RelayConfig::default()
         .with_batch_rows_max(200)
-        .with_lease(2 * (world::PUBLISH_DEADLINE + Duration::from_secs(1)));
-    let relay = Relay::new(world.store.clone(), world.kafka.clone()).with_config(config);
+        .with_lease(2 * (broker::PUBLISH_DEADLINE + Duration::from_secs(1)));
+    let relay = Relay::new(world.store.clone(), world.broker.clone()).with_config(config);
     Ok(relay.run_until(stop).await?)
 }
 
@@ -170,7 +172,7 @@ async fn consume(world: &World, stop: impl Future<Output = ()> + Send) -> Anyhow
     let consumer = Consumer::new(
         world::CONSUMER,
         &world.topic,
-        world.kafka.clone(),
+        world.broker.clone(),
         world.store.clone(),
     )
     .with_ladder(world::ladder())
@@ -189,11 +191,14 @@ async fn handle(
     let number = message.version.unwrap_or_default();
     let key = message.key_str().unwrap_or_default();
     // The observer's notebook, through a pool of its own and outside the transaction: failed attempts are seen too.
-    sqlx::query(world.sql("INSERT INTO {schema}.attempt (key, number) VALUES ($1, $2)"))
-        .bind(key)
-        .bind(number)
-        .execute(&world.notebook)
-        .await?;
+    sqlx::query(
+        world.sql("INSERT INTO {schema}.attempt (key, number, retries) VALUES ($1, $2, $3)"),
+    )
+    .bind(key)
+    .bind(number)
+    .bind(i64::from(incoming.story.retry_count))
+    .execute(&world.notebook)
+    .await?;
     sqlx::query(world.sql(
         "INSERT INTO {schema}.effect (message_id, number, key, digest) VALUES ($1, $2, $3, md5($4::bytea))",
     ))

@@ -75,7 +75,6 @@ pub mod clock;
 pub mod envelope;
 mod error;
 #[cfg(any(feature = "rabbitmq", feature = "nats"))]
-#[allow(dead_code, reason = "until an adapter calls it")]
 mod header_text;
 pub mod headers;
 pub mod lane;

@@ -215,8 +215,10 @@ fn sql_stands_in_sql_rs(files: &[File]) -> Vec<String> {
 fn header_names_stand_in_headers_rs(files: &[File]) -> Vec<String> {
     complain(files, |file| {
         let stray = file.literals.iter().find(|text| text.starts_with("x-"));
+        // Names of queue arguments look the same, and also stand in one place.
+        let home = file.path == "src/headers.rs" || file.path.ends_with("/arguments.rs");
         stray
-            .filter(|_| file.path.starts_with("src/") && file.path != "src/headers.rs")
+            .filter(|_| file.path.starts_with("src/") && !home)
             .map(|literal| format!("spells the header {literal:?}; use the constant"))
     })
 }

@@ -10,9 +10,9 @@ pub struct Tally {
     pub committed: u64,
     /// Distinct ids the broker has.
     pub published: u64,
-    /// Deliveries to the consumer.
+    /// Deliveries to the consumer, as the broker counts them or as the handler noted them.
     pub delivered: u64,
-    /// Deliveries that the inbox suppressed: those that did not reach the handler.
+    /// Copies that the inbox must suppress: deliveries that did not reach the handler, or records sent again.
     pub duplicates: u64,
     /// Handler effects in the consumer's database.
     pub effects: u64,

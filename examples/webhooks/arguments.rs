@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
+use super::broker::Product;
 use super::world::Anyhow;
 
-const USAGE: &str = "usage: webhooks FILE [--copies K] [--run NAME] [--role all|prepare|enqueue|relay|consume|report]";
+const USAGE: &str = "usage: webhooks FILE [--copies K] [--broker kafka|rabbitmq|nats] [--run NAME] [--role all|prepare|enqueue|relay|consume|report]";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
@@ -21,6 +22,7 @@ pub struct Arguments {
     pub file: PathBuf,
     /// The file is written this often, each time with other keys.
     pub copies: u32,
+    pub product: Product,
     pub run: String,
     pub role: Role,
 }
@@ -31,11 +33,13 @@ impl Arguments {
         let mut copies = 1;
         let mut run = format!("r{:08x}", fastrand::u32(..));
         let mut role = Role::All;
+        let mut product = Product::Kafka;
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or(USAGE);
             match word.as_str() {
                 "--copies" => copies = value()?.parse().map_err(|_| USAGE)?,
+                "--broker" => product = Product::named(&value()?).ok_or(USAGE)?,
                 "--run" => run = value()?,
                 "--role" => {
                     role = match value()?.as_str() {
@@ -59,6 +63,7 @@ impl Arguments {
         Ok(Self {
             file: file.unwrap_or_default(),
             copies,
+            product,
             run,
             role,
         })

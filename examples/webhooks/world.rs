@@ -1,21 +1,20 @@
-//! The services of a run: a schema of its own in PostgreSQL, a topic of its own in Kafka.
+//! The services of a run: a schema of its own in PostgreSQL, a topic of its own at the broker.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use relaybox::broker::kafka::{Kafka, KafkaConfig};
-use relaybox::broker::{Settlement, Subscriber, SubscriptionRequest};
-use relaybox::envelope::Incoming;
+use relaybox::broker::Broker;
 use relaybox::ladder::Ladder;
 use relaybox::store::Prefix;
 use relaybox::store::postgres::PostgresStore;
 use sqlx::AssertSqlSafe;
 use sqlx::postgres::{PgPool, PgPoolOptions};
 
+use super::broker::{self, Place, Product};
+
 pub type Anyhow<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 pub const CONSUMER: &str = "index";
-/// Short, so that a killed relay's lanes are free after a few seconds.
-pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(3);
 
 pub fn ladder() -> Ladder {
     Ladder::rungs([1, 3].map(Duration::from_secs))
@@ -27,16 +26,21 @@ pub struct World {
     pub topic: String,
     pub store: PostgresStore,
     pub notebook: PgPool,
-    pub kafka: Kafka,
+    pub broker: Arc<dyn Broker>,
+    place: Place,
 }
 
 impl World {
-    pub async fn connect(run: &str) -> Anyhow<Self> {
+    pub async fn connect(product: Product, run: &str) -> Anyhow<Self> {
         let variable = |name: &str| {
             std::env::var(name).map_err(|_| format!("set {name} to the service to use"))
         };
         let url = variable("RELAYBOX_POSTGRES_URL")?;
-        let brokers = variable("RELAYBOX_KAFKA_BROKERS")?;
+        let place = Place {
+            product,
+            address: variable(product.variable())?,
+        };
+        let topic = format!("webhooks.{run}");
         let schema = format!("webhooks_{run}");
         let prefix = Prefix::new(&format!("{schema}.relaybox_"))?;
         let store = PostgresStore::connect(&url).await?.with_prefix(prefix);
@@ -44,17 +48,13 @@ impl World {
             .max_connections(4)
             .connect(&url)
             .await?;
-        let config = KafkaConfig::new(brokers)
-            .with_publish_deadline(PUBLISH_DEADLINE)
-            // A killed member's partitions are free after this long.
-            .with_session_timeout(Duration::from_secs(6));
-        let kafka = Kafka::connect(config).await?;
         Ok(Self {
-            topic: format!("webhooks.{run}"),
+            broker: place.connect(&topic).await?,
+            place,
+            topic,
             schema,
             store,
             notebook,
-            kafka,
         })
     }
 
@@ -68,15 +68,25 @@ impl World {
             "CREATE SCHEMA {schema};
              CREATE TABLE {schema}.fact (number bigint PRIMARY KEY, key text NOT NULL, digest text NOT NULL);
              CREATE TABLE {schema}.effect (message_id text NOT NULL, number bigint NOT NULL, key text NOT NULL, digest text NOT NULL);
-             CREATE TABLE {schema}.attempt (n bigserial PRIMARY KEY, key text NOT NULL, number bigint NOT NULL);",
+             CREATE TABLE {schema}.attempt (n bigserial PRIMARY KEY, key text NOT NULL, number bigint NOT NULL,
+                retries bigint NOT NULL);",
         );
         sqlx::raw_sql(tables).execute(self.store.pool()).await?;
         self.store.migrate().await?;
-        self.kafka.create_topic(&self.topic, 3).await?;
-        Ok(())
+        Ok(self.place.prepare(&self.topic, 3).await?)
     }
 
-    pub fn rungs(&self) -> Vec<String> {
+    /// Where messages are sent to.
+    pub fn destination(&self) -> String {
+        self.place.product.destination(&self.topic)
+    }
+
+    /// Where a copy of everything sent can be read.
+    pub fn wire(&self) -> String {
+        self.place.product.wire(&self.topic)
+    }
+
+    fn rungs(&self) -> Vec<String> {
         let rungs = ladder().rungs_of(&self.topic, CONSUMER);
         rungs.into_iter().map(|rung| rung.destination).collect()
     }
@@ -95,7 +105,7 @@ impl World {
     /// Deliveries that came to their end.
     pub async fn settled(&self) -> Anyhow<u64> {
         let effects = self.count("SELECT count(*) FROM {schema}.effect").await?;
-        Ok(effects + self.depth(&self.dead_letters()).await?)
+        Ok(effects + broker::depth(&*self.broker, &self.dead_letters()).await?)
     }
 
     /// Whether the outbox is empty, nothing is set aside for the broker to come round, and the consumer has committed
@@ -107,39 +117,10 @@ impl World {
             return Ok(false);
         }
         for topic in std::iter::once(self.topic.clone()).chain(self.rungs()) {
-            if self.kafka.lag(CONSUMER, &topic).await?.messages > 0 {
+            if self.broker.lag(CONSUMER, &topic).await?.messages > 0 {
                 return Ok(false);
             }
         }
         Ok(true)
-    }
-
-    /// Records on a topic; none while the consumer has not made it yet.
-    pub async fn depth(&self, topic: &str) -> Anyhow<u64> {
-        match self.kafka.depth(topic).await {
-            Ok(depth) => Ok(depth.messages),
-            Err(error) if error.kind() == relaybox::ErrorKind::NotFound => Ok(0),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    /// Everything on a topic, read as an auditor that belongs to nobody's group.
-    pub async fn read(&self, topic: &str) -> Anyhow<Vec<Incoming>> {
-        let depth = usize::try_from(self.depth(topic).await?)?;
-        let mut records = Vec::with_capacity(depth);
-        if depth == 0 {
-            return Ok(records);
-        }
-        let auditor = format!("auditor-{:08x}", fastrand::u32(..));
-        let request = SubscriptionRequest::new(auditor, vec![topic.to_owned()]);
-        let mut subscription = self.kafka.subscribe(request).await?;
-        while records.len() < depth {
-            for delivery in subscription.receive(depth - records.len()).await? {
-                delivery.receipt.settle(Settlement::Acknowledge).await?;
-                records.push(delivery.incoming);
-            }
-        }
-        subscription.close(Duration::from_secs(10)).await?;
-        Ok(records)
     }
 }

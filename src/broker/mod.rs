@@ -27,3 +27,7 @@ impl<B: Publisher + Subscriber> Broker for B {}
 pub mod kafka;
 #[cfg(feature = "memory")]
 pub mod memory;
+#[cfg(feature = "nats")]
+pub mod nats;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::products::Product;
+use super::broker::Product;
 use super::world::Anyhow;
 
 const USAGE: &str = "usage: workload [--seconds N] [--seed N] [--relays N] [--consumers N] [--broker kafka|rabbitmq|nats] [--calm] [--role run|write|relay|consume]

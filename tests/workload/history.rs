@@ -7,7 +7,7 @@ use sqlx::FromRow;
 use sqlx::postgres::{PgPool, PgRow};
 
 use super::bank::{CONSUMER, PARTITIONS, TOPIC, digest};
-use super::products::read;
+use super::broker::read;
 use super::world::{self, Anyhow, World};
 
 /// Everything that was recorded in a run.
@@ -157,11 +157,11 @@ impl Facts {
     ) -> Anyhow<Self> {
         let broker = world.broker().await?;
         let db = &world.notebook;
-        let wire = read(&*broker, world.product.wire()).await?;
+        let wire = read(&*broker, &world.place.product.wire(TOPIC)).await?;
         let letters = read(&*broker, &world::dead_letters()).await?;
         Ok(Self {
             seed,
-            origin: world.product.origin().to_owned(),
+            origin: world.destination(),
             key_affinity: broker.key_affinity(TOPIC),
             opening: super::bank::OPENING,
             bank: accounts(

@@ -18,13 +18,15 @@
 
 mod arguments;
 mod bank;
+#[path = "../../examples/webhooks/broker.rs"]
+mod broker;
 mod checker;
 mod consumer;
 mod history;
 mod nemesis;
 mod processes;
-mod products;
 mod run;
+mod server;
 mod verdict;
 mod world;
 mod writer;

@@ -9,10 +9,11 @@ use relaybox::store::OutboxAdmin;
 use relaybox_testcontainers::Postgres;
 
 use super::bank::mixed;
+use super::broker::SESSION;
 use super::history::Disturbed;
 use super::processes::Fleet;
-use super::products::Server;
-use super::world::{Anyhow, LEASE, SESSION, World};
+use super::server::Server;
+use super::world::{Anyhow, LEASE, World};
 
 /// What is in trouble.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -279,7 +280,7 @@ pub async fn trouble_destination(
     time: Duration,
     diary: Diary,
 ) -> Anyhow<()> {
-    let (bank, name) = (&world.bank, world.product.destination());
+    let (bank, name) = (&world.bank, &*world.destination());
     let start = Instant::now();
     for step in plan {
         if !in_time(start, &step, time).await {

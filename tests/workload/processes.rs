@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::products::Product;
-use super::world::{Anyhow, BROKER, POSTGRES};
+use super::broker::Product;
+use super::world::{Anyhow, POSTGRES};
 
 /// How long a role may take to end after SIGTERM.
 const STOP_WITHIN: Duration = Duration::from_secs(60);
@@ -84,7 +84,7 @@ impl Fleet {
                 self.setting.product.name(),
             ])
             .env(POSTGRES, &self.setting.url)
-            .env(BROKER, &self.setting.address)
+            .env(self.setting.product.variable(), &self.setting.address)
             .stdin(Stdio::piped())
             .stdout(log.try_clone()?)
             .stderr(log)

@@ -12,7 +12,7 @@ use super::nemesis::{
     Diary, Step, Target, plan, trouble_destination, trouble_processes, trouble_servers,
 };
 use super::processes::{self, Fleet, Setting};
-use super::products::Server;
+use super::server::Server;
 use super::verdict::Verdict;
 use super::world::{Anyhow, World};
 
@@ -83,7 +83,7 @@ impl Stage {
             .with_durable()
             .with_local_process();
         let (postgres, broker) = tokio::try_join!(
-            async { Ok(Postgres::start_with(postgres).await?) },
+            Postgres::start_with(postgres),
             Server::start(arguments.product)
         )?;
         let setting = Setting {

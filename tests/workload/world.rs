@@ -10,18 +10,14 @@ use relaybox::store::postgres::PostgresStore;
 use sqlx::postgres::{PgPool, PgPoolOptions};
 
 use super::bank;
-use super::products::Product;
+use super::broker::{Place, Product};
 
 pub type Anyhow<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 pub const POSTGRES: &str = "RELAYBOX_POSTGRES_URL";
-pub const BROKER: &str = "RELAYBOX_WORKLOAD_BROKER";
 
-/// Short, so that a killed relay's lanes are free after a few seconds.
-pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(3);
 /// At least twice the publish deadline and two seconds.
 pub const LEASE: Duration = Duration::from_secs(8);
-pub const SESSION: Duration = Duration::from_secs(6);
 
 pub fn ladder() -> Ladder {
     Ladder::rungs(bank::RUNGS.map(Duration::from_secs))
@@ -44,14 +40,17 @@ pub struct World {
     pub notebook: PgPool,
     pub bank: PostgresStore,
     pub replica: PostgresStore,
-    pub product: Product,
-    address: String,
+    pub place: Place,
 }
 
 impl World {
     pub fn from_environment(product: Product) -> Anyhow<Self> {
         let variable = |name: &str| std::env::var(name).map_err(|_| format!("{name} is not set"));
-        Self::new(&variable(POSTGRES)?, product, &variable(BROKER)?)
+        Self::new(
+            &variable(POSTGRES)?,
+            product,
+            &variable(product.variable())?,
+        )
     }
 
     pub fn new(url: &str, product: Product, address: &str) -> Anyhow<Self> {
@@ -70,13 +69,20 @@ impl World {
             replica: store("replica.relaybox_")?,
             notebook: pool(4)?,
             pool: shared,
-            product,
-            address: address.to_owned(),
+            place: Place {
+                product,
+                address: address.to_owned(),
+            },
         })
     }
 
+    /// Where the bank's messages are sent to.
+    pub fn destination(&self) -> String {
+        self.place.product.destination(bank::TOPIC)
+    }
+
     pub async fn broker(&self) -> relaybox::Result<Arc<dyn Broker>> {
-        self.product.connect(&self.address).await
+        self.place.connect(bank::TOPIC).await
     }
 
     /// Makes everything that must be there before the first role starts.
@@ -106,6 +112,6 @@ impl World {
         }
         self.bank.migrate().await?;
         self.replica.migrate().await?;
-        self.product.prepare(&self.address).await
+        Ok(self.place.prepare(bank::TOPIC, bank::PARTITIONS).await?)
     }
 }

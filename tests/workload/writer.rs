@@ -154,8 +154,8 @@ impl Writer {
     }
 
     fn message(&self, change: &Change, id: String, plan: &Transfer) -> Anyhow<Message> {
-        let destination = self.world.product.destination();
-        Ok(change.message(destination, id, &plan.filler)?)
+        let destination = self.world.destination();
+        Ok(change.message(&destination, id, &plan.filler)?)
     }
 
     /// A message and a change that a savepoint takes back.

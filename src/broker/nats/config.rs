@@ -1,0 +1,535 @@
+//! Settings of the NATS adapter, checked once.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use async_nats::ServerAddr;
+
+use super::names::{self, STREAM_RULE};
+use crate::error::{Error, Result, within};
+use crate::message::Limits;
+
+/// How a client shows who it is. Never part of an error, a log or `Debug`.
+#[derive(Clone)]
+pub(super) enum Credentials {
+    None,
+    Token(String),
+    UserAndPassword(String, String),
+    NkeySeed(String),
+    File(PathBuf),
+    Text(String),
+}
+
+/// A stream whose subjects are known beforehand.
+#[derive(Debug, Clone)]
+pub(super) struct KnownStream {
+    pub(super) name: String,
+    pub(super) subjects: Vec<String>,
+}
+
+/// A part of a stream, under a name of its own.
+#[derive(Debug, Clone)]
+pub(super) struct Alias {
+    pub(super) name: String,
+    pub(super) stream: String,
+    pub(super) filters: Vec<String>,
+}
+
+/// How to reach a NATS server with JetStream and how to behave there.
+///
+/// | setting | default | bounds |
+/// |---|---|---|
+/// | servers | (required) | at least one `nats://host:port` |
+/// | name | `relaybox` | not empty |
+/// | ping interval | 10 s | 1 s to 10 min |
+/// | publish deadline | 10 s | 1 s to 10 min |
+/// | in flight | 1,024 | 1 to 65,536 |
+/// | limits | [`Limits::default`] | message at most 60 MB |
+/// | answer deadline | 5 s | 100 ms to 1 min |
+/// | ack wait | 30 s | 500 ms to 24 h |
+/// | ack pending | 10,000 | 1 to 1,000,000 |
+/// | heartbeat | 5 s | 500 ms to 30 s |
+/// | dead letter retention | for ever | at least 1 s |
+/// | resend horizon | 2 min | at most 30 days |
+///
+/// What a server's own settings must allow: `max_payload` of at least the largest message and 64 KiB for its headers.
+#[derive(Clone)]
+pub struct NatsConfig {
+    pub(super) servers: Vec<String>,
+    pub(super) name: String,
+    pub(super) credentials: Credentials,
+    pub(super) require_tls: bool,
+    pub(super) ca_file: Option<PathBuf>,
+    pub(super) client_certificate: Option<(PathBuf, PathBuf)>,
+    pub(super) domain: Option<String>,
+    pub(super) ping_interval: Duration,
+    pub(super) publish_deadline: Duration,
+    pub(super) in_flight_max: usize,
+    pub(super) limits: Limits,
+    pub(super) answer_deadline: Duration,
+    pub(super) ack_wait: Duration,
+    pub(super) ack_pending_max: usize,
+    pub(super) heartbeat: Duration,
+    pub(super) recreate_consumers: bool,
+    pub(super) dead_letter_retention: Option<Duration>,
+    pub(super) resend_horizon: Duration,
+    pub(super) streams: Vec<KnownStream>,
+    pub(super) core_subjects: Vec<String>,
+    pub(super) aliases: Vec<Alias>,
+}
+
+impl NatsConfig {
+    /// Defaults for one server, `nats://host:port`; more by [`with_server`](Self::with_server).
+    pub fn new(server: impl Into<String>) -> Self {
+        Self {
+            servers: vec![server.into()],
+            name: "relaybox".into(),
+            credentials: Credentials::None,
+            require_tls: false,
+            ca_file: None,
+            client_certificate: None,
+            domain: None,
+            ping_interval: Duration::from_secs(10),
+            publish_deadline: Duration::from_secs(10),
+            in_flight_max: 1_024,
+            limits: Limits::default(),
+            answer_deadline: Duration::from_secs(5),
+            ack_wait: Duration::from_secs(30),
+            ack_pending_max: 10_000,
+            heartbeat: Duration::from_secs(5),
+            recreate_consumers: true,
+            dead_letter_retention: None,
+            resend_horizon: Duration::from_secs(120),
+            streams: Vec::new(),
+            core_subjects: Vec::new(),
+            aliases: Vec::new(),
+        }
+    }
+
+    /// One more server of the same cluster.
+    #[must_use]
+    pub fn with_server(mut self, server: impl Into<String>) -> Self {
+        self.servers.push(server.into());
+        self
+    }
+
+    /// The name under which the server lists this client.
+    #[must_use]
+    pub fn with_name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Authenticates by a token. Replaces other credentials, as each of these setters does.
+    #[must_use]
+    pub fn with_token(mut self, token: impl Into<String>) -> Self {
+        self.credentials = Credentials::Token(token.into());
+        self
+    }
+
+    /// Authenticates by user and password.
+    #[must_use]
+    pub fn with_user(mut self, user: impl Into<String>, password: impl Into<String>) -> Self {
+        self.credentials = Credentials::UserAndPassword(user.into(), password.into());
+        self
+    }
+
+    /// Authenticates by the seed of an nkey.
+    #[must_use]
+    pub fn with_nkey_seed(mut self, seed: impl Into<String>) -> Self {
+        self.credentials = Credentials::NkeySeed(seed.into());
+        self
+    }
+
+    /// Authenticates by a credentials file, read once at connect.
+    #[must_use]
+    pub fn with_credentials_file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.credentials = Credentials::File(path.into());
+        self
+    }
+
+    /// Authenticates by the text of a credentials file.
+    #[must_use]
+    pub fn with_credentials(mut self, text: impl Into<String>) -> Self {
+        self.credentials = Credentials::Text(text.into());
+        self
+    }
+
+    /// Refuses connections without TLS.
+    #[must_use]
+    pub const fn with_tls(mut self) -> Self {
+        self.require_tls = true;
+        self
+    }
+
+    /// Trusts the authorities in this PEM file besides the system's, and requires TLS.
+    #[must_use]
+    pub fn with_ca_file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.ca_file = Some(path.into());
+        self.with_tls()
+    }
+
+    /// Shows this certificate (PEM files), and requires TLS.
+    #[must_use]
+    pub fn with_client_certificate(
+        mut self,
+        certificate: impl Into<PathBuf>,
+        key: impl Into<PathBuf>,
+    ) -> Self {
+        self.client_certificate = Some((certificate.into(), key.into()));
+        self.with_tls()
+    }
+
+    /// The JetStream domain, where it is not the server's own.
+    #[must_use]
+    pub fn with_domain(mut self, domain: impl Into<String>) -> Self {
+        self.domain = Some(domain.into());
+        self
+    }
+
+    /// How often a quiet connection is tried; one that leaves two pings unanswered is given up.
+    #[must_use]
+    pub const fn with_ping_interval(mut self, interval: Duration) -> Self {
+        self.ping_interval = interval;
+        self
+    }
+
+    /// The longest that one publish call takes. The relay's lease must be more than twice as long.
+    #[must_use]
+    pub const fn with_publish_deadline(mut self, deadline: Duration) -> Self {
+        self.publish_deadline = deadline;
+        self
+    }
+
+    /// Most messages of one publish call that wait for their confirmation at a time.
+    #[must_use]
+    pub const fn with_in_flight_max(mut self, count: usize) -> Self {
+        self.in_flight_max = count;
+        self
+    }
+
+    /// What a message may be at most.
+    #[must_use]
+    pub const fn with_limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// How long the server may take to connect and to answer questions about streams and consumers.
+    #[must_use]
+    pub const fn with_answer_deadline(mut self, deadline: Duration) -> Self {
+        self.answer_deadline = deadline;
+        self
+    }
+
+    /// After how long without a sign of life a delivery goes to somebody else. Signs are sent at a third of it, so a
+    /// handler may take longer. A durable consumer that is there already must have the same.
+    #[must_use]
+    pub const fn with_ack_wait(mut self, wait: Duration) -> Self {
+        self.ack_wait = wait;
+        self
+    }
+
+    /// Most messages of a consumer that are delivered and not acknowledged, over all its members; those released with a
+    /// delay are among them. A durable consumer that is there already must have the same.
+    #[must_use]
+    pub const fn with_ack_pending_max(mut self, count: usize) -> Self {
+        self.ack_pending_max = count;
+        self
+    }
+
+    /// How often the server says that it is there while there is nothing to deliver; after two missing ones the
+    /// question is asked anew.
+    #[must_use]
+    pub const fn with_heartbeat(mut self, interval: Duration) -> Self {
+        self.heartbeat = interval;
+        self
+    }
+
+    /// A durable consumer that somebody deleted ends the subscription with an error. Without this it is made anew, with a
+    /// loud log, and begins at the oldest message that the stream still holds.
+    #[must_use]
+    pub const fn without_recreated_consumers(mut self) -> Self {
+        self.recreate_consumers = false;
+        self
+    }
+
+    /// How long dead letters are kept in a stream that is made here. Without this: for ever.
+    #[must_use]
+    pub const fn with_dead_letter_retention(mut self, retention: Duration) -> Self {
+        self.dead_letter_retention = Some(retention);
+        self
+    }
+
+    /// For how long a relay may send a message again whose confirmation was lost. A stream that forgets ids earlier is
+    /// warned about: it would store such a message twice.
+    #[must_use]
+    pub const fn with_resend_horizon(mut self, horizon: Duration) -> Self {
+        self.resend_horizon = horizon;
+        self
+    }
+
+    /// A stream and its subjects (patterns). Its name becomes the scope of those subjects, and the server is made to
+    /// refuse their messages anywhere else.
+    ///
+    /// The scope decides what keeps its order together, also across restarts, so it comes from here alone and not from
+    /// what a server happens to have; for other subjects it is their first token.
+    #[must_use]
+    pub fn with_stream<S: Into<String>>(
+        mut self,
+        name: impl Into<String>,
+        subjects: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.streams.push(KnownStream {
+            name: name.into(),
+            subjects: subjects.into_iter().map(Into::into).collect(),
+        });
+        self
+    }
+
+    /// Subjects (a pattern) that no stream needs to hold: sent as plain NATS messages, **at most once**. Such a message
+    /// counts as confirmed once it is handed to the connection, and nobody may have got it.
+    #[must_use]
+    pub fn with_core_subject(mut self, pattern: impl Into<String>) -> Self {
+        self.core_subjects.push(pattern.into());
+        self
+    }
+
+    /// A source of this name: the messages of a stream with one of these subjects (patterns; none means all). More than
+    /// one pattern needs a server from 2.10 on.
+    #[must_use]
+    pub fn with_source<S: Into<String>>(
+        mut self,
+        name: impl Into<String>,
+        stream: impl Into<String>,
+        filters: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.aliases.push(Alias {
+            name: name.into(),
+            stream: stream.into(),
+            filters: filters.into_iter().map(Into::into).collect(),
+        });
+        self
+    }
+
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// [`Configuration`](crate::ErrorKind::Configuration) naming the first setting that breaks a bound, the bound and
+    /// the value.
+    pub fn check(&self) -> Result<()> {
+        if self.servers.is_empty() {
+            return Err(Error::configuration("servers", "at least one", "none"));
+        }
+        self.addresses()?;
+        if self.name.is_empty() {
+            return Err(Error::configuration("name", "not empty", ""));
+        }
+        let milli = Duration::from_millis(1);
+        let second = Duration::from_secs(1);
+        let minute = Duration::from_secs(60);
+        let day = 1_440 * minute;
+        for (field, value, least, most) in [
+            ("ping_interval", self.ping_interval, second, 10 * minute),
+            (
+                "publish_deadline",
+                self.publish_deadline,
+                second,
+                10 * minute,
+            ),
+            ("answer_deadline", self.answer_deadline, 100 * milli, minute),
+            ("ack_wait", self.ack_wait, 500 * milli, day),
+            ("heartbeat", self.heartbeat, 500 * milli, 30 * second),
+            (
+                "resend_horizon",
+                self.resend_horizon,
+                Duration::ZERO,
+                30 * day,
+            ),
+        ] {
+            if !(least..=most).contains(&value) {
+                let limit = format!("{least:?} to {most:?}");
+                return Err(Error::configuration(field, limit, format!("{value:?}")));
+            }
+        }
+        if let Some(kept) = self.dead_letter_retention.filter(|kept| *kept < second) {
+            let field = "dead_letter_retention";
+            return Err(Error::configuration(
+                field,
+                "at least 1s",
+                format!("{kept:?}"),
+            ));
+        }
+        within("in_flight_max", self.in_flight_max, 1, 65_536)?;
+        within("ack_pending_max", self.ack_pending_max, 1, 1_000_000)?;
+        let largest = 60_000_000;
+        within(
+            "limits.message_bytes_max",
+            self.limits.message_bytes_max,
+            1_000,
+            largest,
+        )?;
+        for stream in &self.streams {
+            stream_name("streams", &stream.name)?;
+            patterns("streams", &stream.subjects)?;
+        }
+        patterns("core_subjects", &self.core_subjects)?;
+        for alias in &self.aliases {
+            stream_name("sources", &alias.stream)?;
+            patterns("sources", &alias.filters)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn addresses(&self) -> Result<Vec<ServerAddr>> {
+        self.servers
+            .iter()
+            .map(|server| {
+                server.parse().map_err(|_| {
+                    // Without the text: it may hold a password.
+                    Error::configuration("servers", "nats://host:port", "another form")
+                })
+            })
+            .collect()
+    }
+
+    /// What is tried, for errors: hosts and ports only, because an address may hold a password.
+    pub(super) fn tried(&self) -> String {
+        let shown: Vec<String> = self
+            .addresses()
+            .unwrap_or_default()
+            .iter()
+            .map(|address| format!("{}:{}", address.host(), address.port()))
+            .collect();
+        shown.join(", ")
+    }
+
+    /// The configured stream that holds this subject.
+    pub(super) fn stream_for(&self, subject: &str) -> Option<&str> {
+        let holds = |stream: &&KnownStream| {
+            let mut subjects = stream.subjects.iter();
+            subjects.any(|pattern| names::matches(pattern, subject))
+        };
+        self.streams
+            .iter()
+            .find(holds)
+            .map(|stream| stream.name.as_str())
+    }
+
+    /// Whether this subject is sent as a plain NATS message.
+    pub(super) fn is_core(&self, subject: &str) -> bool {
+        let mut patterns = self.core_subjects.iter();
+        patterns.any(|pattern| names::matches(pattern, subject))
+    }
+}
+
+fn stream_name(field: &'static str, name: &str) -> Result<()> {
+    if names::is_stream_name(name) {
+        return Ok(());
+    }
+    Err(Error::configuration(field, STREAM_RULE, name))
+}
+
+fn patterns(field: &'static str, patterns: &[String]) -> Result<()> {
+    match patterns.iter().find(|pattern| !names::is_pattern(pattern)) {
+        Some(bad) => Err(Error::configuration(field, "subjects or patterns", bad)),
+        None => Ok(()),
+    }
+}
+
+/// Shows no credentials, neither in a field nor in an address.
+impl fmt::Debug for NatsConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NatsConfig")
+            .field("servers", &self.tried())
+            .field("name", &self.name)
+            .field("require_tls", &self.require_tls)
+            .field("publish_deadline", &self.publish_deadline)
+            .field("ack_wait", &self.ack_wait)
+            .field("limits", &self.limits)
+            .field("streams", &self.streams)
+            .field("core_subjects", &self.core_subjects)
+            .field("aliases", &self.aliases)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn config() -> NatsConfig {
+        NatsConfig::new("nats://127.0.0.1:4222")
+    }
+
+    fn refused(config: &NatsConfig) -> Option<&'static str> {
+        let error = config.check().err()?;
+        error.violation().map(|violation| violation.field)
+    }
+
+    #[test]
+    fn defaults_pass_and_every_bound_is_named() {
+        assert!(config().check().is_ok());
+        for (config, field) in [
+            (NatsConfig::new("not an address"), "servers"),
+            (config().with_name(""), "name"),
+            (config().with_ping_interval(Duration::ZERO), "ping_interval"),
+            (
+                config().with_publish_deadline(Duration::ZERO),
+                "publish_deadline",
+            ),
+            (config().with_in_flight_max(0), "in_flight_max"),
+            (
+                config().with_answer_deadline(61 * SECOND),
+                "answer_deadline",
+            ),
+            (config().with_ack_wait(Duration::ZERO), "ack_wait"),
+            (config().with_ack_pending_max(0), "ack_pending_max"),
+            (config().with_heartbeat(31 * SECOND), "heartbeat"),
+            (
+                config().with_dead_letter_retention(Duration::ZERO),
+                "dead_letter_retention",
+            ),
+            (config().with_stream("a.b", ["x"]), "streams"),
+            (config().with_stream("a", ["x y"]), "streams"),
+            (config().with_core_subject("x.>.y"), "core_subjects"),
+            (config().with_source("s", "a b", ["x"]), "sources"),
+        ] {
+            assert_eq!(refused(&config), Some(field));
+        }
+    }
+
+    #[test]
+    fn neither_debug_nor_an_error_shows_a_secret() {
+        let secret = "hunter2";
+        let address = format!("nats://user:{secret}@127.0.0.1:4222");
+        let configs = [
+            NatsConfig::new(&address),
+            config().with_token(secret),
+            config().with_user("u", secret),
+            config().with_nkey_seed(secret),
+            config().with_credentials(secret),
+        ];
+        for config in configs {
+            assert!(!format!("{config:?}").contains(secret));
+            assert!(!config.tried().contains(secret));
+        }
+        let broken = NatsConfig::new(format!("nats://user:{secret}@:::")).check();
+        let text = broken.map_err(|error| error.to_string());
+        assert!(text.is_err_and(|text| !text.contains(secret)));
+    }
+
+    #[test]
+    fn a_subject_belongs_to_the_first_stream_that_holds_it() {
+        let config = config()
+            .with_stream("ORDERS", ["orders.>"])
+            .with_stream("ALL", [">"])
+            .with_core_subject("metrics.>");
+        assert_eq!(config.stream_for("orders.placed"), Some("ORDERS"));
+        assert_eq!(config.stream_for("other"), Some("ALL"));
+        assert!(config.is_core("metrics.cpu") && !config.is_core("orders.placed"));
+    }
+}

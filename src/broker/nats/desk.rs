@@ -1,0 +1,501 @@
+//! Where pulled messages are laid out, receivers pick them up, and settlements are noted.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_nats::Subject;
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::broker::{Delivery, Receipt, Settlement};
+use crate::envelope::Incoming;
+use crate::error::{Error, ErrorKind, Result};
+use crate::story::Origin;
+
+pub(super) const ACKNOWLEDGED: &[u8] = b"+ACK";
+pub(super) const RELEASED: &[u8] = b"-NAK";
+pub(super) const IN_PROGRESS: &[u8] = b"+WPI";
+
+/// Longest delay that a release asks the server for.
+const DELAY_MAX: Duration = Duration::from_secs(365 * 86_400);
+/// Most delays remembered, in case the server brings a message before its time because our word was lost.
+const DELAYS_MAX: usize = 10_000;
+
+/// The right to settle one message, as long as the server leaves it to us.
+pub(super) struct Lease {
+    pub(super) sequence: u64,
+    state: Mutex<LeaseState>,
+}
+
+struct LeaseState {
+    /// Where settlements go; a later delivery of the same message has another one.
+    reply: Subject,
+    /// Until when the server surely gives it to nobody else.
+    until: Instant,
+}
+
+impl Lease {
+    fn state(&self) -> MutexGuard<'_, LeaseState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn reply(&self) -> Subject {
+        self.state().reply.clone()
+    }
+
+    pub(super) fn until(&self) -> Instant {
+        self.state().until
+    }
+
+    pub(super) fn extend(&self, until: Instant) {
+        let mut state = self.state();
+        state.until = state.until.max(until);
+    }
+}
+
+/// What a puller and the receipts of its messages share.
+pub(super) struct Shelf {
+    /// The name by which the request asked for it.
+    pub(super) source: String,
+    /// Most messages pulled and not settled.
+    pub(super) quota: usize,
+    /// Something for the puller to do.
+    pub(super) changed: Notify,
+    state: Mutex<ShelfState>,
+}
+
+#[derive(Default)]
+struct ShelfState {
+    leases: HashMap<u64, Arc<Lease>>,
+    /// Settlements to be sent, in their order.
+    settled: Vec<(Subject, Bytes)>,
+    delays: HashMap<u64, Instant>,
+    closed: bool,
+}
+
+impl Shelf {
+    pub(super) fn new(source: String, quota: usize) -> Arc<Self> {
+        Arc::new(Self {
+            source,
+            quota,
+            changed: Notify::new(),
+            state: Mutex::default(),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, ShelfState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many more messages may be pulled.
+    pub(super) fn room(&self) -> usize {
+        self.quota.saturating_sub(self.state().leases.len())
+    }
+
+    /// Takes a message in. One that we still hold is not taken twice: the server gave it again because a sign of life was
+    /// late, and what we have of it goes on under the new delivery. Also says until when it must wait, if it was released
+    /// and comes too early.
+    pub(super) fn take_in(
+        &self,
+        sequence: u64,
+        reply: Subject,
+        until: Instant,
+    ) -> Option<(Arc<Lease>, Option<Instant>)> {
+        let mut state = self.state();
+        if let Some(held) = state.leases.get(&sequence) {
+            *held.state() = LeaseState { reply, until };
+            return None;
+        }
+        let lease = Arc::new(Lease {
+            sequence,
+            state: Mutex::new(LeaseState { reply, until }),
+        });
+        state.leases.insert(sequence, Arc::clone(&lease));
+        let now = Instant::now();
+        let wait = state.delays.remove(&sequence).filter(|due| *due > now);
+        Some((lease, wait))
+    }
+
+    pub(super) fn holds(&self, lease: &Arc<Lease>) -> bool {
+        let state = self.state();
+        let held = state.leases.get(&lease.sequence);
+        !state.closed && held.is_some_and(|held| Arc::ptr_eq(held, lease))
+    }
+
+    fn is_current(&self, lease: &Arc<Lease>) -> bool {
+        self.holds(lease) && Instant::now() < lease.until()
+    }
+
+    /// What must be kept alive, because its time is over at `before`.
+    pub(super) fn ending(&self, before: Instant) -> Vec<Arc<Lease>> {
+        let state = self.state();
+        let ending = state.leases.values().filter(|lease| lease.until() < before);
+        ending.cloned().collect()
+    }
+
+    /// Forgets a message and notes what is said of it.
+    fn settle(&self, lease: &Arc<Lease>, settlement: Settlement) {
+        let mut state = self.state();
+        let ours = state
+            .leases
+            .get(&lease.sequence)
+            .is_some_and(|held| Arc::ptr_eq(held, lease));
+        if !ours || state.closed {
+            return;
+        }
+        state.leases.remove(&lease.sequence);
+        let now = Instant::now();
+        // Somebody else may have it by now; nothing is said about that delivery.
+        if now < lease.until() {
+            let word = match settlement {
+                Settlement::Acknowledge => Bytes::from_static(ACKNOWLEDGED),
+                Settlement::Release { delay } => {
+                    if !delay.is_zero() {
+                        state.delays.retain(|_, due| *due > now);
+                        if state.delays.len() < DELAYS_MAX
+                            && let Some(due) = now.checked_add(delay)
+                        {
+                            state.delays.insert(lease.sequence, due);
+                        }
+                    }
+                    release(delay)
+                }
+            };
+            state.settled.push((lease.reply(), word));
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    pub(super) fn take_settled(&self) -> Vec<(Subject, Bytes)> {
+        std::mem::take(&mut self.state().settled)
+    }
+
+    /// From now on settlements change nothing; everything still held is given back.
+    pub(super) fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        let leases = std::mem::take(&mut state.leases);
+        for lease in leases.into_values() {
+            state
+                .settled
+                .push((lease.reply(), Bytes::from_static(RELEASED)));
+        }
+    }
+}
+
+/// The word for a release.
+fn release(delay: Duration) -> Bytes {
+    if delay.is_zero() {
+        return Bytes::from_static(RELEASED);
+    }
+    format!("-NAK {{\"delay\": {}}}", delay.min(DELAY_MAX).as_nanos()).into()
+}
+
+/// A message to be delivered.
+pub(super) struct Item {
+    pub(super) shelf: Arc<Shelf>,
+    pub(super) lease: Arc<Lease>,
+    pub(super) incoming: Incoming,
+    pub(super) coordinates: Origin,
+    pub(super) redelivered: bool,
+}
+
+/// What the pullers, the receiver and the receipts share.
+pub(super) struct Desk {
+    in_flight_max: usize,
+    state: Mutex<State>,
+    arrived: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Item>,
+    /// Handed over and not settled.
+    unsettled: usize,
+    /// A report for the receiver.
+    report: Option<Error>,
+    end: Option<End>,
+}
+
+enum End {
+    Closed,
+    Fatal(Error),
+}
+
+impl Desk {
+    pub(super) fn new(in_flight_max: usize) -> Arc<Self> {
+        Arc::new(Self {
+            in_flight_max,
+            state: Mutex::default(),
+            arrived: Notify::new(),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ---- The pullers' side
+
+    pub(super) fn offer(&self, item: Item) {
+        self.state().queue.push_back(item);
+        self.arrived.notify_one();
+    }
+
+    pub(super) fn report(&self, error: Error) {
+        self.state().report = Some(error);
+        self.arrived.notify_one();
+    }
+
+    pub(super) fn fail(&self, error: Error) {
+        let mut state = self.state();
+        if state.end.is_none() {
+            state.end = Some(End::Fatal(error));
+        }
+        drop(state);
+        self.arrived.notify_one();
+    }
+
+    pub(super) fn close(&self) {
+        let mut state = self.state();
+        if state.end.is_none() {
+            state.end = Some(End::Closed);
+        }
+        drop(state);
+        self.arrived.notify_one();
+    }
+
+    // ---- The receiver's side
+
+    /// Waits for deliveries. What is taken from the queue is returned at once, so dropping the future loses nothing.
+    pub(super) async fn receive(self: &Arc<Self>, count_max: usize) -> Result<Vec<Delivery>> {
+        loop {
+            if let Some(received) = self.try_receive(count_max.max(1)) {
+                return received;
+            }
+            // Keeps one notification that came since, so none is missed. There is one receiver.
+            self.arrived.notified().await;
+        }
+    }
+
+    fn try_receive(self: &Arc<Self>, count_max: usize) -> Option<Result<Vec<Delivery>>> {
+        let mut state = self.state();
+        let mut items = Vec::new();
+        while state.end.is_none()
+            && items.len() < count_max
+            && state.unsettled < self.in_flight_max
+            && let Some(item) = state.queue.pop_front()
+        {
+            if item.shelf.is_current(&item.lease) {
+                state.unsettled += 1;
+                items.push(item);
+            } else {
+                // It went to somebody else while it waited here.
+                let delay = Duration::ZERO;
+                item.shelf
+                    .settle(&item.lease, Settlement::Release { delay });
+            }
+        }
+        if !items.is_empty() {
+            drop(state);
+            return Some(Ok(items
+                .into_iter()
+                .map(|item| self.deliver(item))
+                .collect()));
+        }
+        match &mut state.end {
+            Some(End::Fatal(error)) => {
+                let over = Error::new(ErrorKind::Closed, "receive", "the subscription ended");
+                Some(Err(std::mem::replace(error, over)))
+            }
+            Some(End::Closed) => {
+                let detail = "the subscription is closed";
+                Some(Err(Error::new(ErrorKind::Closed, "receive", detail)))
+            }
+            None => state.report.take().map(Err),
+        }
+    }
+
+    fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
+        Delivery {
+            source: item.shelf.source.clone(),
+            incoming: item.incoming,
+            coordinates: item.coordinates,
+            redelivered: item.redelivered,
+            receipt: Box::new(Ticket {
+                desk: Arc::clone(self),
+                shelf: item.shelf,
+                lease: Some(item.lease),
+            }),
+        }
+    }
+
+    fn settled(&self) {
+        let mut state = self.state();
+        state.unsettled = state.unsettled.saturating_sub(1);
+        let more = !state.queue.is_empty();
+        drop(state);
+        if more {
+            self.arrived.notify_one();
+        }
+    }
+}
+
+/// The receipt of one delivery.
+struct Ticket {
+    desk: Arc<Desk>,
+    shelf: Arc<Shelf>,
+    lease: Option<Arc<Lease>>,
+}
+
+impl Ticket {
+    fn settle_once(&mut self, settlement: Settlement) {
+        if let Some(lease) = self.lease.take() {
+            self.shelf.settle(&lease, settlement);
+            self.desk.settled();
+        }
+    }
+}
+
+impl Receipt for Ticket {
+    fn is_current(&self) -> bool {
+        let lease = self.lease.as_ref();
+        lease.is_some_and(|lease| self.shelf.is_current(lease))
+    }
+
+    fn settle(mut self: Box<Self>, settlement: Settlement) -> BoxFuture<'static, Result<()>> {
+        // At once and not when polled: the order of settlements is the order of these calls. The puller sends it; until
+        // the server has it a crash brings the message again.
+        self.settle_once(settlement);
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let delay = Duration::ZERO;
+        self.settle_once(Settlement::Release { delay });
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::message::Message;
+
+    const WAIT: Duration = Duration::from_secs(30);
+
+    fn later() -> Instant {
+        Instant::now() + WAIT
+    }
+
+    fn lay_out(desk: &Arc<Desk>, shelf: &Arc<Shelf>, sequence: u64, until: Instant) {
+        let reply = Subject::from(format!("reply.{sequence}"));
+        if let Some((lease, _)) = shelf.take_in(sequence, reply, until) {
+            desk.offer(Item {
+                shelf: Arc::clone(shelf),
+                lease,
+                incoming: Message::new("t", "T").into(),
+                coordinates: Origin {
+                    topic: "t".into(),
+                    partition: None,
+                    offset: Some(sequence.to_string()),
+                },
+                redelivered: false,
+            });
+        }
+    }
+
+    fn words(shelf: &Shelf) -> Vec<(String, String)> {
+        let text = |bytes: Bytes| String::from_utf8(bytes.to_vec()).unwrap();
+        let settled = shelf.take_settled().into_iter();
+        settled
+            .map(|(reply, word)| (reply.to_string(), text(word)))
+            .collect()
+    }
+
+    #[tokio::test]
+    async fn no_more_than_allowed_are_handed_over_and_each_is_settled_once() {
+        let desk = Desk::new(2);
+        let shelf = Shelf::new("s".into(), 3);
+        for sequence in 1..=3 {
+            lay_out(&desk, &shelf, sequence, later());
+        }
+        assert_eq!(shelf.room(), 0);
+        let mut first = desk.receive(9).await.unwrap();
+        assert_eq!(first.len(), 2);
+        assert!(desk.try_receive(9).is_none());
+        first
+            .remove(0)
+            .receipt
+            .settle(Settlement::Acknowledge)
+            .await
+            .unwrap();
+        drop(first);
+        assert_eq!(desk.receive(9).await.unwrap().len(), 1);
+        let expected = [
+            ("reply.1", "+ACK"),
+            ("reply.2", "-NAK"),
+            ("reply.3", "-NAK"),
+        ];
+        let expected = expected.map(|(reply, word)| (reply.to_owned(), word.to_owned()));
+        assert_eq!(words(&shelf), expected);
+        assert_eq!(shelf.room(), 3);
+    }
+
+    #[tokio::test]
+    async fn what_may_be_somebody_elses_is_neither_delivered_nor_settled() {
+        let desk = Desk::new(9);
+        let shelf = Shelf::new("s".into(), 9);
+        lay_out(&desk, &shelf, 1, Instant::now());
+        lay_out(&desk, &shelf, 2, later());
+        let delivery = desk.receive(9).await.unwrap().remove(0);
+        assert_eq!(delivery.coordinates.offset.as_deref(), Some("2"));
+        assert!(delivery.receipt.is_current());
+        shelf.close();
+        assert!(!delivery.receipt.is_current());
+        delivery
+            .receipt
+            .settle(Settlement::Acknowledge)
+            .await
+            .unwrap();
+        assert_eq!(words(&shelf), [("reply.2".to_owned(), "-NAK".to_owned())]);
+    }
+
+    #[tokio::test]
+    async fn a_message_that_is_still_held_goes_on_under_its_new_delivery() {
+        let desk = Desk::new(9);
+        let shelf = Shelf::new("s".into(), 9);
+        lay_out(&desk, &shelf, 1, later());
+        let delivery = desk.receive(9).await.unwrap().remove(0);
+        assert!(shelf.take_in(1, "again".into(), later()).is_none());
+        assert!(desk.try_receive(9).is_none());
+        delivery
+            .receipt
+            .settle(Settlement::Acknowledge)
+            .await
+            .unwrap();
+        assert_eq!(words(&shelf), [("again".to_owned(), "+ACK".to_owned())]);
+        assert!(shelf.take_in(1, "new".into(), later()).is_some());
+    }
+
+    #[tokio::test]
+    async fn a_delay_is_told_to_the_server_and_remembered() {
+        let desk = Desk::new(9);
+        let shelf = Shelf::new("s".into(), 9);
+        lay_out(&desk, &shelf, 1, later());
+        let delivery = desk.receive(9).await.unwrap().remove(0);
+        let settlement = Settlement::Release { delay: WAIT };
+        delivery.receipt.settle(settlement).await.unwrap();
+        let word = r#"-NAK {"delay": 30000000000}"#;
+        assert_eq!(words(&shelf), [("reply.1".to_owned(), word.to_owned())]);
+        let (_, wait) = shelf.take_in(1, "early".into(), later()).unwrap();
+        assert!(wait.is_some());
+        assert!(release(Duration::MAX).starts_with(b"-NAK {"));
+    }
+}

@@ -1,0 +1,514 @@
+//! Messages as NATS messages with headers, and back.
+//!
+//! A NATS header is a line of text: values lose space at their ends, names keep no order among each other, and there is
+//! no null. What fits travels natively, so that anybody can read it; what does not fit travels in
+//! [`headers::ENCODED_HEADERS`] as well, and a reader takes it from there.
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+
+use async_nats::header::{HeaderMap, HeaderName, HeaderValue};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use time::OffsetDateTime;
+
+use super::names::{SUBJECT_RULE, is_subject};
+use crate::envelope::{Outgoing, Received};
+use crate::error::{Error, ErrorKind, Result};
+use crate::header_text;
+use crate::headers::{self, Header, Headers};
+use crate::message::Message;
+use crate::story::{Origin, Story};
+
+/// The server's own bound is 65,535 bytes for everything in front of the payload.
+pub(super) const HEADER_BYTES_MAX: usize = 65_000;
+/// What a story may add to a message that was accepted without one, also where all of it must be encoded.
+const STORY_BYTES: usize = 8 * 1_024;
+/// What a header costs besides its name and value: `: ` and the end of the line.
+const LINE_BYTES: usize = 4;
+
+const MESSAGE_ID: &str = "Nats-Msg-Id";
+const EXPECTED_STREAM: &str = "Nats-Expected-Stream";
+
+/// Headers by which a sender gives orders to the server (purge, expire, schedule, ...). None of a user's may act.
+fn is_servers_own(name: &str) -> bool {
+    name.get(..5)
+        .is_some_and(|start| start.eq_ignore_ascii_case("nats-"))
+}
+
+/// Refuses at enqueue what can never be published: a destination that is no subject, and headers that do not fit into
+/// what the server takes, once they are encoded and a story stands beside them.
+pub(super) fn refuse(message: &Message) -> Result<()> {
+    if !is_subject(&message.destination) {
+        return Err(Error::invalid(
+            "destination",
+            SUBJECT_RULE,
+            &message.destination,
+        ));
+    }
+    let parts = Parts::of(message, &Story::default());
+    let limit = HEADER_BYTES_MAX - STORY_BYTES;
+    if parts.least_bytes() <= limit {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "headers",
+        format!("at most {limit} bytes as NATS headers, encoded where they are no plain text"),
+        format!("{} bytes", parts.least_bytes()),
+    ))
+}
+
+/// The headers and the body of a message.
+///
+/// # Errors
+/// [`ErrorKind::Rejected`] when the headers are larger than a server takes.
+pub(super) fn encode(outgoing: &Outgoing, stream: Option<&str>) -> Result<(HeaderMap, Bytes)> {
+    let Outgoing { message, story } = outgoing;
+    let parts = Parts::of(message, story);
+    let id = (MESSAGE_ID.to_owned(), deduplication_id(outgoing));
+    let expected = stream.map(|name| (EXPECTED_STREAM.to_owned(), name.to_owned()));
+    let mut bytes = parts.least_bytes() + line_bytes(&id);
+    bytes += expected.as_ref().map_or(0, line_bytes);
+    if bytes > HEADER_BYTES_MAX {
+        return Err(Error::new(
+            ErrorKind::Rejected,
+            "publish",
+            format!("{bytes} bytes of headers, and a server takes {HEADER_BYTES_MAX}"),
+        ));
+    }
+    let courtesy: usize = parts.courtesy.iter().map(line_bytes).sum();
+    let courtesy = if bytes + courtesy <= HEADER_BYTES_MAX {
+        parts.courtesy
+    } else {
+        Vec::new()
+    };
+    let mut map = HeaderMap::new();
+    let all = parts.native.into_iter().chain(courtesy);
+    for (name, value) in all.chain([id]).chain(expected) {
+        // Checked before; the fallible way all the same, because the other one panics.
+        if let (Ok(name), Ok(value)) = (HeaderName::from_str(&name), HeaderValue::from_str(&value))
+        {
+            map.append(name, value);
+        }
+    }
+    Ok((map, message.payload.clone().unwrap_or_default()))
+}
+
+fn line_bytes((name, value): &(String, String)) -> usize {
+    name.len() + value.len() + LINE_BYTES
+}
+
+/// A message's headers, sorted by how they travel.
+struct Parts {
+    /// What a reader takes as it is.
+    native: Vec<(String, String)>,
+    /// What a reader of ours takes from the encoded header, and others can read here.
+    courtesy: Vec<(String, String)>,
+}
+
+impl Parts {
+    fn of(message: &Message, story: &Story) -> Self {
+        let outgoing = Outgoing {
+            message: bare(message),
+            story: story.clone(),
+        };
+        let envelope = outgoing.to_headers();
+        let encoded = encoded_names(&envelope, &message.headers);
+        let mut parts = Self {
+            native: Vec::new(),
+            courtesy: Vec::new(),
+        };
+        let mut rest = Vec::new();
+        for header in envelope.iter().chain(&message.headers) {
+            let text = native_value(header).map(|value| (header.name.clone(), value.to_owned()));
+            if encoded.contains(header.name.as_str()) {
+                rest.push(header);
+                parts.courtesy.extend(text);
+            } else {
+                parts.native.extend(text);
+            }
+        }
+        if !rest.is_empty() {
+            let name = headers::ENCODED_HEADERS.to_owned();
+            parts.native.push((name, header_text::encode(rest)));
+        }
+        if let Some(key) = &message.key {
+            parts
+                .native
+                .push((headers::KEY.to_owned(), STANDARD.encode(key)));
+        }
+        if message.payload.is_none() {
+            parts
+                .native
+                .push((headers::NULL_PAYLOAD.to_owned(), "true".to_owned()));
+        }
+        parts
+    }
+
+    fn least_bytes(&self) -> usize {
+        self.native.iter().map(line_bytes).sum()
+    }
+}
+
+/// The message with its envelope only.
+fn bare(message: &Message) -> Message {
+    let mut bare = Message::existing(
+        message.id.clone(),
+        String::new(),
+        message.event_type.clone(),
+        message.occurred_at,
+    );
+    bare.content_type.clone_from(&message.content_type);
+    bare.version = message.version;
+    bare.trace.clone_from(&message.trace);
+    bare
+}
+
+/// The names whose headers must be encoded; of each such name all are, so that a reader can leave the native ones alone.
+fn encoded_names<'a>(envelope: &'a Headers, users: &'a Headers) -> BTreeSet<&'a str> {
+    let first = users.iter().next();
+    // Several names of the user's have an order among each other, which a server's clients do not keep.
+    let ordered = users
+        .iter()
+        .any(|header| Some(&header.name) != first.map(|f| &f.name));
+    let reserved = |header: &Header| headers::is_reserved(&header.name);
+    let users = users
+        .iter()
+        .filter(|header| ordered || reserved(header) || native_value(header).is_none());
+    let envelope = envelope
+        .iter()
+        .filter(|header| native_value(header).is_none());
+    envelope
+        .chain(users)
+        .map(|header| header.name.as_str())
+        .collect()
+}
+
+/// The value as it can stand in a header line and be read back equal.
+fn native_value(header: &Header) -> Option<&str> {
+    let value = std::str::from_utf8(header.value.as_ref()?).ok()?;
+    let plain = value.trim() == value && !value.chars().any(|c| c.is_control() && c != '\t');
+    let named = HeaderName::from_str(&header.name).is_ok() && !is_servers_own(&header.name);
+    (plain && named).then_some(value)
+}
+
+/// What the server compares to find repetitions. A copy for a rung, for the dead letters or by a redrive has another one
+/// than its original: within the window the server would answer such a copy with a confirmation and drop it.
+fn deduplication_id(Outgoing { message, story }: &Outgoing) -> String {
+    let id = message.id.as_str();
+    let mut text = if id.trim() == id && !id.is_empty() && !id.chars().any(char::is_control) {
+        id.to_owned()
+    } else {
+        format!("base64:{}", STANDARD.encode(id))
+    };
+    if story.retry_count > 0 {
+        text.push_str(&format!(":r{}", story.retry_count));
+    }
+    if story.redrive_count > 0 {
+        text.push_str(&format!(":d{}", story.redrive_count));
+    }
+    if story.reason.is_some() {
+        text.push_str(":dead");
+    }
+    if let Some(consumer) = &story.consumer {
+        // Consumers may share a stream for what they failed.
+        text.push(':');
+        text.push_str(&STANDARD.encode(consumer));
+    }
+    text
+}
+
+/// Where a message stands and since when.
+pub(super) struct Place<'a> {
+    pub(super) subject: &'a str,
+    pub(super) stream: &'a str,
+    pub(super) sequence: u64,
+    pub(super) stored_at: OffsetDateTime,
+}
+
+/// Reads a message. Never fails: what is broken stays with the user's headers.
+pub(super) fn received(place: &Place<'_>, map: Option<&HeaderMap>, payload: Bytes) -> Received {
+    let mut natives: Vec<(&str, &str)> = map
+        .into_iter()
+        .flat_map(HeaderMap::iter)
+        .flat_map(|(name, values)| {
+            let name: &str = name.as_ref();
+            values.iter().map(move |value| (name, value.as_str()))
+        })
+        .collect();
+    // The client keeps no order of names; this one is at least always the same. Values of a name stay in theirs.
+    natives.sort_by_key(|(name, _)| *name);
+    let mut fields = Fields::default();
+    natives.retain(|(name, value)| {
+        !is_servers_own(name) && !fields.take(name, value, payload.is_empty())
+    });
+    let decoded = fields.decoded.unwrap_or_default();
+    let names: BTreeSet<&str> = decoded.iter().map(|header| header.name.as_str()).collect();
+    let mut all = Headers::new();
+    for (name, value) in natives {
+        if !names.contains(name) {
+            all.push(name, value.to_owned());
+        }
+    }
+    for header in &decoded {
+        all.push_optional(header.name.clone(), header.value.clone());
+    }
+    Received {
+        coordinates: Origin {
+            topic: place.subject.to_owned(),
+            partition: Some(place.stream.to_owned()),
+            offset: Some(place.sequence.to_string()),
+        },
+        key: fields.key,
+        headers: all,
+        payload: (!fields.null_payload).then_some(payload),
+        timestamp: place.stored_at,
+    }
+}
+
+/// What a message holds besides its headers proper.
+#[derive(Default)]
+struct Fields {
+    decoded: Option<Headers>,
+    key: Option<Bytes>,
+    null_payload: bool,
+}
+
+impl Fields {
+    /// Whether the header is one of ours and well-formed; the first of each is taken.
+    fn take(&mut self, name: &str, value: &str, empty: bool) -> bool {
+        match name {
+            headers::ENCODED_HEADERS if self.decoded.is_none() => {
+                self.decoded = header_text::decode(value.as_bytes());
+                self.decoded.is_some()
+            }
+            headers::KEY if self.key.is_none() => {
+                self.key = STANDARD.decode(value).ok().map(Bytes::from);
+                self.key.is_some()
+            }
+            headers::NULL_PAYLOAD if empty && !self.null_payload => {
+                self.null_payload = true;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::story::Reason;
+    use proptest::collection::vec;
+    use proptest::option;
+    use proptest::prelude::*;
+    use time::macros::datetime;
+
+    fn place() -> Place<'static> {
+        Place {
+            subject: "orders",
+            stream: "ORDERS",
+            sequence: 7,
+            stored_at: datetime!(2026-01-05 10:00 UTC),
+        }
+    }
+
+    fn full() -> Message {
+        let mut message = Message::new("orders", "OrderPlaced")
+            .with_key("")
+            .with_payload("")
+            .with_content_type("application/json")
+            .with_version(-3)
+            .with_trace("00-aa-bb-01", Some("v=1".into()))
+            .with_header("b", "1")
+            .with_header("a", "2")
+            .with_header("b", vec![0xff, 0, b'\r', b'\n'])
+            .with_header("empty", Vec::new())
+            .with_header("名 with : and space", " leading space")
+            .with_header("Nats-Rollup", "all")
+            .with_header("nats-ttl", "1s");
+        message.headers.push_optional("null", None);
+        message
+    }
+
+    /// As a client does it that reads the lines from the wire.
+    fn over_the_wire(map: &HeaderMap) -> HeaderMap {
+        let mut read = HeaderMap::new();
+        for (name, values) in map.iter() {
+            for value in values {
+                let text = value.as_str().trim();
+                read.append(name.clone(), HeaderValue::from_str(text).unwrap());
+            }
+        }
+        read
+    }
+
+    fn round_trip(outgoing: &Outgoing) -> crate::envelope::Incoming {
+        let (map, body) = encode(outgoing, Some("ORDERS")).unwrap();
+        received(&place(), Some(&over_the_wire(&map)), body).read()
+    }
+
+    fn value(map: &HeaderMap, name: &str) -> Option<String> {
+        let name = HeaderName::from_str(name).unwrap();
+        map.get(name).map(|value| value.as_str().to_owned())
+    }
+
+    #[test]
+    fn every_byte_of_a_message_reads_back_equal() {
+        for message in [
+            full(),
+            Message::new("orders", "OrderDeleted").with_key([0, 0xff]),
+            Message::new("orders", "T")
+                .with_payload(vec![0, 0xff])
+                .with_header("one", "plain"),
+        ] {
+            let read = round_trip(&message.clone().into());
+            assert_eq!(read.message, message);
+            assert!(!read.id_missing);
+        }
+    }
+
+    #[test]
+    fn plain_text_is_not_encoded() {
+        let message = Message::new("orders", "T")
+            .with_header("tenant", "acme")
+            .with_payload("x");
+        let (map, _) = encode(&message.into(), None).unwrap();
+        assert_eq!(value(&map, "tenant").as_deref(), Some("acme"));
+        for absent in [
+            "x-headers",
+            "x-key",
+            "x-null-payload",
+            "Nats-Expected-Stream",
+        ] {
+            assert_eq!(value(&map, absent), None, "{absent}");
+        }
+    }
+
+    #[test]
+    fn no_header_of_a_user_gives_orders_to_the_server() {
+        let (map, _) = encode(&full().into(), Some("ORDERS")).unwrap();
+        let orders: BTreeSet<String> = map
+            .iter()
+            .map(|(name, _)| name.to_string())
+            .filter(|name| is_servers_own(name))
+            .collect();
+        assert_eq!(
+            orders.into_iter().collect::<Vec<_>>(),
+            ["Nats-Expected-Stream", "Nats-Msg-Id"]
+        );
+    }
+
+    #[test]
+    fn a_story_with_line_breaks_survives() {
+        let origin = Origin {
+            topic: "orders".into(),
+            partition: Some("ORDERS".into()),
+            offset: Some("7".into()),
+        };
+        let at = datetime!(2026-01-05 10:00 UTC);
+        let story = Story::default()
+            .failed(" my\nbilling", &origin, "handler", "no\r\nstock ", at)
+            .dead(Reason::new("permanent"));
+        let outgoing = Outgoing {
+            message: full(),
+            story,
+        };
+        let read = round_trip(&outgoing);
+        assert_eq!(
+            (read.message, read.story),
+            (outgoing.message, outgoing.story)
+        );
+    }
+
+    #[test]
+    fn copies_have_ids_of_their_own() {
+        let mut outgoing = Outgoing::from(Message::new("orders", "T").with_id("m-1"));
+        assert_eq!(deduplication_id(&outgoing), "m-1");
+        outgoing.story.retry_count = 2;
+        assert_eq!(deduplication_id(&outgoing), "m-1:r2");
+        outgoing.story.redrive_count = 1;
+        outgoing.story.consumer = Some("billing".into());
+        let on_a_rung = deduplication_id(&outgoing);
+        assert_eq!(on_a_rung, "m-1:r2:d1:YmlsbGluZw==");
+        outgoing.story.reason = Some(Reason::new("permanent"));
+        assert_ne!(deduplication_id(&outgoing), on_a_rung);
+        outgoing = Outgoing::from(Message::new("orders", "T").with_id(" m\r\n1"));
+        assert_eq!(deduplication_id(&outgoing), "base64:IG0NCjE=");
+    }
+
+    #[test]
+    fn foreign_and_broken_headers_lose_no_byte() {
+        let mut map = HeaderMap::new();
+        for (name, text) in [
+            ("Foreign", "1"),
+            ("x-headers", "not json"),
+            ("x-key", "?"),
+            ("x-null-payload", "true"),
+            ("x-message-id", "m-1"),
+            ("Nats-Stream", "ORDERS"),
+        ] {
+            map.append(
+                HeaderName::from_str(name).unwrap(),
+                HeaderValue::from_str(text).unwrap(),
+            );
+        }
+        let read = received(&place(), Some(&map), "body".into()).read();
+        assert_eq!(read.message.id.as_str(), "m-1");
+        assert_eq!(read.message.key, None);
+        assert_eq!(read.message.payload.as_deref(), Some(&b"body"[..]));
+        let kept: Vec<_> = read
+            .message
+            .headers
+            .iter()
+            .map(|h| h.name.as_str())
+            .collect();
+        assert_eq!(kept, ["Foreign", "x-headers", "x-key", "x-null-payload"]);
+        // A copy of it carries what was broken on, byte for byte.
+        let copy = round_trip(&read.message.clone().into());
+        assert_eq!(copy.message.headers, read.message.headers);
+
+        let bare = received(&place(), None, Bytes::new()).read();
+        assert!(bare.id_missing);
+        assert_eq!(bare.message.id.as_str(), "orders/ORDERS/7");
+        assert_eq!(bare.message.payload, Some(Bytes::new()));
+    }
+
+    #[test]
+    fn what_no_server_takes_is_refused_at_enqueue() {
+        let field = |message: &Message| refuse(message).err()?.violation().map(|v| v.field);
+        assert_eq!(field(&full()), None);
+        assert_eq!(field(&Message::new("a b", "T")), Some("destination"));
+        assert_eq!(
+            field(&Message::new("$JS.API.INFO", "T")),
+            Some("destination")
+        );
+        let many = (0..5_000).fold(Message::new("orders", "T"), |message, n| {
+            message.with_header(format!("h{n}"), "v")
+        });
+        assert_eq!(field(&many), Some("headers"));
+        assert!(encode(&many.into(), None).is_err());
+        let largest = Message::new("orders", "T").with_header("a", vec![0xff; 32_000]);
+        assert_eq!(field(&largest), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_headers_read_back_equal(
+            all in vec((".{1,9}", option::of(vec(any::<u8>(), 0..9))), 0..6),
+            key in option::of(vec(any::<u8>(), 0..9)),
+            payload in option::of(vec(any::<u8>(), 0..9)),
+        ) {
+            let mut message = Message::new("orders", "T");
+            message.key = key.map(Bytes::from);
+            message.payload = payload.map(Bytes::from);
+            for (name, value) in all {
+                message.headers.push_optional(name, value.map(Bytes::from));
+            }
+            let read = round_trip(&message.clone().into());
+            prop_assert_eq!(read.message, message);
+        }
+    }
+}
