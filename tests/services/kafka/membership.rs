@@ -1,10 +1,12 @@
 //! One member in awkward moments: what comes back, what was there before, what nobody can read.
 
+use rdkafka::admin::{AdminClient, AdminOptions};
+use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::Consumer as _;
 use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Assignor, Kafka};
-use relaybox::broker::{ConnectionState, Rung, Subscriber};
+use relaybox::broker::{Backlog, ConnectionState, Rung, Subscriber};
 use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::ladder::Ladder;
@@ -30,14 +32,19 @@ async fn with(change: impl FnOnce(KafkaConfig) -> KafkaConfig) -> Kafka {
     Kafka::connect(change(config)).await.unwrap()
 }
 
+async fn odd(topic: &str, header: (&'static [u8], &'static [u8]), text: &str, age: Duration) {
+    let broker = shared_kafka().await.brokers();
+    let (topic, text) = (topic.to_owned(), text.to_owned());
+    let produce = move || raw::produce(&broker, &topic, header, text.as_bytes(), age);
+    tokio::task::spawn_blocking(produce).await.unwrap();
+}
+
 /// The name of a header in bytes that are no UTF-8: the client panics over it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_header_name_that_is_no_text_stops_nobody() {
     let kafka = connect().await;
     let topic = topic("no_text", 1).await;
-    let (broker, named) = (shared_kafka().await.brokers(), topic.clone());
-    let produce = move || raw::produce(&broker, &named, (&[0xff, 0xfe], b"v"), b"odd");
-    tokio::task::spawn_blocking(produce).await.unwrap();
+    odd(&topic, (&[0xff, 0xfe], b"v"), "odd", Duration::ZERO).await;
     publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
     let mut subscription = kafka.subscribe(request("no_text", &topic)).await.unwrap();
     let received = receive(&mut subscription, 2).await;
@@ -99,6 +106,77 @@ async fn offsets_without_a_message_hold_nothing_up() {
     publish_all(&kafka, &numbered(&topic, "k", 6..7)).await;
     assert_eq!(text(&receive(&mut again, 1).await[0]), "6");
     again.close(10 * SECOND).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_has_the_age_of_its_oldest_record() {
+    let hour = 3_600 * SECOND;
+    let kafka = connect().await;
+    let (topic, consumer) = (topic("age", 3).await, unique_name("age"));
+    for (payload, age) in [("older", 5 * hour), ("old", 3 * hour)] {
+        odd(&topic, (b"x-message-id", b"m"), payload, age).await;
+    }
+    let keys = (0..20).map(|n| message(&topic, &format!("k{n}"), "new"));
+    publish_all(&kafka, &keys.collect::<Vec<_>>()).await;
+    let hours = |backlog: Backlog| backlog.oldest.unwrap().as_secs() / 3_600;
+    let depth = kafka.depth(&topic).await.unwrap();
+    assert_eq!((depth.messages, hours(depth)), (22, 5));
+    let mut subscription = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+    let mut all = receive(&mut subscription, 22).await;
+    let oldest = all.iter().position(|delivery| text(delivery) == "older");
+    acknowledge(all.remove(oldest.unwrap())).await;
+    subscription.close(10 * SECOND).await.unwrap();
+    drop(all);
+    let lag = kafka.lag(&consumer, &topic).await.unwrap();
+    assert_eq!((lag.messages, hours(lag)), (21, 3));
+}
+
+/// The log begins anew under a member that has read further than it is long now.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_that_is_made_anew_is_read_from_its_beginning() {
+    // Soon, or the client learns of it only after minutes.
+    let kafka = with(|c| c.with_property("topic.metadata.refresh.interval.ms", "500")).await;
+    let (topic, consumer) = (topic("anew", 1).await, unique_name("anew"));
+    publish_all(&kafka, &numbered(&topic, "k", 0..20)).await;
+    let mut subscription = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+    let mut held = receive(&mut subscription, 20).await;
+    let late = held.split_off(10);
+    for delivery in held {
+        acknowledge(delivery).await;
+    }
+    let brokers = shared_kafka().await.brokers();
+    let admin: AdminClient<DefaultClientContext> = ClientConfig::new()
+        .set("bootstrap.servers", &brokers)
+        .create()
+        .unwrap();
+    let deleted = admin.delete_topics(&[&topic], &AdminOptions::new()).await;
+    deleted.unwrap().remove(0).unwrap();
+    let server = shared_kafka().await;
+    eventually(60 * SECOND, "it can be made anew", || async {
+        server.create_topic_named(&topic, 1, &[]).await.is_ok()
+    })
+    .await;
+    eventually(60 * SECOND, "stored", || async {
+        let outcomes = kafka.publish(&numbered(&topic, "k", 100..105)).await;
+        outcomes
+            .iter()
+            .all(relaybox::broker::PublishOutcome::is_confirmed)
+    })
+    .await;
+    let again = receive(&mut subscription, 5).await;
+    let numbers: Vec<String> = again.iter().map(text).collect();
+    assert_eq!(numbers, ["100", "101", "102", "103", "104"]);
+    // What is told of the old log says nothing about the new one.
+    for delivery in late {
+        assert!(!delivery.receipt.is_current());
+        acknowledge(delivery).await;
+    }
+    for delivery in again.into_iter().take(2) {
+        acknowledge(delivery).await;
+    }
+    subscription.close(10 * SECOND).await.unwrap();
+    let found = tokio::task::spawn_blocking(move || committed(&brokers, &consumer, &topic, 0));
+    assert_eq!(found.await.unwrap(), Some(2));
 }
 
 /// A rung is idle for days, and a broker forgets what a group committed there.
