@@ -3,10 +3,12 @@
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::Consumer as _;
+use rdkafka::mocking::MockCluster;
 use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
+use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Assignor, Kafka};
-use relaybox::broker::{Backlog, ConnectionState, Rung, Subscriber};
+use relaybox::broker::{Backlog, ConnectionState, Rung, Subscriber, TopologyMode};
 use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::ladder::Ladder;
@@ -407,6 +409,76 @@ async fn of_two_members_with_one_name_the_older_ends_with_an_error() {
     assert!(error.to_string().contains("instance_id"), "{error}");
     assert_eq!(first.health().state, ConnectionState::Closed);
     second.close(10 * SECOND).await.unwrap();
+}
+
+/// The group's own bounds are known to nobody before it refuses.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_the_group_refuses_ends_with_the_settings_name() {
+    let cluster = MockCluster::new(1).unwrap();
+    cluster.create_topic("orders", 1, 1).unwrap();
+    let refused = RDKafkaRespErr::RD_KAFKA_RESP_ERR_INVALID_SESSION_TIMEOUT;
+    cluster.request_errors(RDKafkaApiKey::JoinGroup, &[refused]);
+    let kafka = Kafka::connect(config(&cluster.bootstrap_servers()))
+        .await
+        .unwrap();
+    let mut asked = request("refused", "orders");
+    asked.topology = TopologyMode::Unchecked;
+    let mut subscription = kafka.subscribe(asked).await.unwrap();
+    let error = within(60 * SECOND, "an end", async {
+        loop {
+            match subscription.receive(1).await {
+                Err(error) if !error.is_transient() => return error,
+                _ => {}
+            }
+        }
+    })
+    .await;
+    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+    assert_eq!(error.violation().unwrap().field, "session_timeout");
+}
+
+/// A wait is no silence: the group goes on hearing from the member, and other partitions go on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wait_on_a_rung_longer_than_the_poll_interval_costs_no_membership() {
+    let delay = 7 * SECOND;
+    let kafka = with(|c| {
+        c.with_session_timeout(2 * SECOND)
+            .with_poll_interval_max(3 * SECOND)
+            .with_drain_deadline(SECOND)
+    })
+    .await;
+    let source = topic("patient", 1).await;
+    let rung = format!("{source}.retry");
+    let mut asked = request(&unique_name("patient"), &source);
+    asked.rungs = vec![Rung {
+        destination: rung.clone(),
+        delay,
+        source: source.clone(),
+    }];
+    let mut subscription = kafka.subscribe(asked).await.unwrap();
+    let due = time::OffsetDateTime::now_utc() + delay;
+    let mut late = message(&rung, "late", "late");
+    late.story = late.story.due(due);
+    publish_all(&kafka, &[late]).await;
+    publish_all(&kafka, &numbered(&source, "k", 0..1)).await;
+    // In work for as long as the other waits: after a rebalance it would be nobody's.
+    let held = receive(&mut subscription, 1).await.remove(0);
+    assert_eq!(text(&held), "0");
+    let mut seen = Vec::new();
+    for n in 1.. {
+        publish_all(&kafka, &numbered(&source, "other", n..n + 1)).await;
+        let next = receive(&mut subscription, 1).await.remove(0);
+        seen.push(text(&next));
+        acknowledge(next).await;
+        if seen.last().is_some_and(|last| last == "late") {
+            break;
+        }
+    }
+    assert!(time::OffsetDateTime::now_utc() >= due);
+    assert!(seen.len() > 1, "the source went on: {seen:?}");
+    assert!(held.receipt.is_current(), "nothing was taken away");
+    acknowledge(held).await;
+    subscription.close(10 * SECOND).await.unwrap();
 }
 
 async fn fail(_: &(), _: &mut SqliteConnection, _: &Incoming) -> Outcome {

@@ -73,6 +73,17 @@ async fn who_is_not_let_in_is_told_why_and_no_secret() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_build_cannot_do_is_said_with_the_features_that_can() {
+    // No feature of ours brings what this needs.
+    let config = KafkaConfig::new("127.0.0.1:1")
+        .with_property("sasl.mechanisms", "OAUTHBEARER")
+        .with_property("sasl.oauthbearer.method", "oidc");
+    let error = Kafka::connect(config).await.map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+    assert!(error.to_string().contains("kafka-ssl"), "{error}");
+}
+
 /// Somebody changes the password under a running client, and puts it back: nothing is restarted, nothing is judged.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_password_that_no_longer_holds_shows_in_health_and_judges_no_message() {
