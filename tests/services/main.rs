@@ -23,6 +23,8 @@ mod kafka_contract;
 mod nats;
 mod nats_contract;
 mod postgres;
+mod rabbitmq;
+mod rabbitmq_contract;
 mod relay_process;
 mod relay_trouble;
 mod restored;

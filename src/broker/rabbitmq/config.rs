@@ -31,6 +31,7 @@ pub(super) const ENVELOPE_BYTES_MAX: usize = 64 * 1_024;
 /// | queue kind | [`QueueKind::Quorum`] | of rungs and dead letters |
 /// | release hold | 60 s | 1 s to 20 min, and below the broker's `consumer_timeout` |
 /// | shards | none | 1 to 16 a name |
+/// | drain deadline | 20 s | at most 20 min; of a shard that goes to another member |
 ///
 /// Everything else the client knows goes into the URL, for example `?auth_mechanism=external` and `?frame_max=`.
 #[derive(Clone)]
@@ -46,6 +47,7 @@ pub struct RabbitMqConfig {
     pub(super) queue_kind: QueueKind,
     pub(super) release_hold_max: Duration,
     pub(super) shards: BTreeMap<String, u16>,
+    pub(super) drain_deadline: Duration,
     pub(super) tls: OwnedTLSConfig,
 }
 
@@ -67,6 +69,7 @@ impl RabbitMqConfig {
             queue_kind: QueueKind::Quorum,
             release_hold_max: Duration::from_secs(60),
             shards: BTreeMap::new(),
+            drain_deadline: Duration::from_secs(20),
             tls: OwnedTLSConfig::default(),
         }
     }
@@ -155,6 +158,13 @@ impl RabbitMqConfig {
         self
     }
 
+    /// How long a shard that is given to another member waits for deliveries in work, so that they need not come twice.
+    #[must_use]
+    pub const fn with_drain_deadline(mut self, deadline: Duration) -> Self {
+        self.drain_deadline = deadline;
+        self
+    }
+
     /// Certificates and identity for `amqps://`; without this the system's roots are trusted.
     #[must_use]
     pub fn with_tls(mut self, tls: OwnedTLSConfig) -> Self {
@@ -201,6 +211,8 @@ impl RabbitMqConfig {
             second,
             20 * minute,
         )?;
+        let most = 20 * minute;
+        between("drain_deadline", self.drain_deadline, Duration::ZERO, most)?;
         let envelope = ENVELOPE_BYTES_MAX;
         within(
             "broker_message_bytes_max",

@@ -1,7 +1,7 @@
 //! Where the consumers of one subscription lay out deliveries, the receiver picks them up, and settlements come back.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,16 +19,37 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::story::Origin;
 
 /// One life of one channel. Its delivery tags mean nothing on the next one.
-#[derive(Debug)]
-pub(super) struct Generation(AtomicBool);
+pub(super) struct Generation {
+    current: AtomicBool,
+    /// Whether it still hands over: a shard that goes to another member only waits for what is in work.
+    open: AtomicBool,
+    /// Handed over and not settled.
+    in_work: AtomicUsize,
+    idle: Notify,
+}
 
 impl Generation {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self(AtomicBool::new(true)))
+        Arc::new(Self {
+            current: AtomicBool::new(true),
+            open: AtomicBool::new(true),
+            in_work: AtomicUsize::new(0),
+            idle: Notify::new(),
+        })
     }
 
     fn is_current(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.current.load(Ordering::Acquire)
+    }
+
+    fn hands_over(&self) -> bool {
+        self.is_current() && self.open.load(Ordering::Acquire)
+    }
+
+    fn ended(&self) {
+        if self.in_work.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.idle.notify_one();
+        }
     }
 }
 
@@ -121,6 +142,9 @@ impl Desk {
     /// broker's clock and `x-due-at` by ours.
     pub(super) fn offer(&self, item: Item, early: Duration) {
         let mut state = self.state();
+        if !item.generation.hands_over() {
+            return;
+        }
         if early.is_zero() {
             state.queue.push_back(item);
         } else {
@@ -131,12 +155,29 @@ impl Desk {
         self.changed.notify_one();
     }
 
+    /// Hands over nothing more of this generation and waits until what was is settled, so long at most.
+    pub(super) async fn drain(&self, generation: &Arc<Generation>, within: Duration) {
+        generation.open.store(false, Ordering::Release);
+        self.forget_what_is_shut();
+        let idle = async {
+            while generation.in_work.load(Ordering::Acquire) > 0 {
+                generation.idle.notified().await;
+            }
+        };
+        // Whatever is not settled by then comes again elsewhere.
+        drop(timeout(within, idle).await);
+    }
+
     /// The channel is gone: what was not handed over comes again on the next one, and what was may not be settled.
     pub(super) fn end(&self, generation: &Arc<Generation>) {
-        generation.0.store(false, Ordering::Release);
+        generation.current.store(false, Ordering::Release);
+        self.forget_what_is_shut();
+    }
+
+    fn forget_what_is_shut(&self) {
         let mut state = self.state();
-        state.queue.retain(|item| item.generation.is_current());
-        state.away.retain(|(_, item)| item.generation.is_current());
+        state.queue.retain(|item| item.generation.hands_over());
+        state.away.retain(|(_, item)| item.generation.hands_over());
     }
 
     /// The subscription is over.
@@ -197,6 +238,9 @@ impl Desk {
         if count > 0 {
             state.unsettled += count;
             let items: Vec<Item> = state.queue.drain(..count).collect();
+            for item in &items {
+                item.generation.in_work.fetch_add(1, Ordering::AcqRel);
+            }
             drop(state);
             return Next::Received(Ok(items.into_iter().map(|i| self.deliver(i)).collect()));
         }
@@ -222,9 +266,10 @@ impl Desk {
     }
 
     fn release(&self, mut item: Item, delay: Duration) {
+        item.generation.ended();
         let mut state = self.state();
         state.unsettled = state.unsettled.saturating_sub(1);
-        if !state.over && item.generation.is_current() {
+        if !state.over && item.generation.hands_over() {
             item.redelivered = true;
             state
                 .away
@@ -272,15 +317,21 @@ impl Receipt for Ticket {
             return Box::pin(std::future::ready(Ok(())));
         }
         let is_valid = self.is_valid(&item);
-        self.desk.settled();
         // A tag of a channel that is gone would be somebody else's on the next one.
         if !is_valid {
+            item.generation.ended();
+            self.desk.settled();
             return Box::pin(std::future::ready(Ok(())));
         }
-        let acker = item.acker;
+        let Item {
+            acker, generation, ..
+        } = item;
         let mut ack = Box::pin(async move { acker.ack(BasicAckOptions::default()).await });
-        // Begun at once and not when polled: a future that is dropped has still acknowledged.
+        // Begun at once and not when polled: a future that is dropped has still acknowledged, and so has a channel that is
+        // closed once nothing is in work on it.
         let begun = (&mut ack).now_or_never();
+        generation.ended();
+        self.desk.settled();
         let patience = self.desk.answer_deadline;
         Box::pin(async move {
             let answer = match begun {

@@ -68,27 +68,27 @@ pub(super) fn mapped(operation: &'static str, detail: &str, source: lapin::Error
     Error::new(kind, operation, format!("{detail}: {source}")).with_source(source)
 }
 
-/// The mismatch of a queue's argument as a refused setting, as far as the broker's text tells.
+/// The mismatch of an argument as a refused setting, as far as the broker's text tells.
 ///
 /// `PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'q' in vhost '/': received the value '30000' of type
-/// 'signedint' but current is the value '10000' of type 'signedint'`
-pub(super) fn inequivalent(queue: &str, text: &str) -> Error {
-    let quoted: Vec<&str> = text.split('\'').skip(1).step_by(2).collect();
-    let argument = quoted.first().copied().unwrap_or("an argument");
-    let after = |words: &str| {
-        text.split_once(words)
-            .and_then(|(_, rest)| rest.split(['\'', '"']).nth(1))
-    };
-    let wanted = after("received the value").unwrap_or("none");
-    let found = after("current is the value").unwrap_or("none");
-    if !text.contains("inequivalent") {
-        return Error::configuration("queue", format!("as {queue} is"), text);
+/// 'signedint' but current is the value '10000' of type 'signedint'`; without the words in between where the types agree.
+pub(super) fn inequivalent(name: &str, text: &str) -> Error {
+    let quoted = |text: &str| text.split('\'').nth(1).map(str::to_owned);
+    let told = text
+        .split_once("inequivalent arg ")
+        .and_then(|(_, rest)| rest.split_once(": received "))
+        .and_then(|(argument, rest)| {
+            let (wanted, found) = rest.split_once(" but current is ")?;
+            Some((quoted(argument)?, quoted(wanted), quoted(found)))
+        });
+    match told {
+        Some((argument, wanted, found)) => {
+            let none = || "none".to_owned();
+            let limit = format!("{argument}={} on {name}", wanted.unwrap_or_else(none));
+            Error::configuration("argument", limit, found.unwrap_or_else(none))
+        }
+        None => Error::configuration("queue", format!("as {name} is"), text),
     }
-    Error::configuration(
-        "queue argument",
-        format!("{argument}={wanted} on {queue}"),
-        found,
-    )
 }
 
 #[cfg(test)]
@@ -97,15 +97,35 @@ mod tests {
 
     #[test]
     fn a_mismatch_names_queue_argument_and_both_values() {
-        let text = "PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'orders.retry' in vhost '/': \
-                    received the value '30000' of type 'signedint' but current is the value '10000' of type 'signedint'";
-        let error = inequivalent("orders.retry", text).to_string();
-        for part in ["orders.retry", "x-message-ttl", "30000", "10000"] {
-            assert!(error.contains(part), "{part} is not in {error}");
+        for (told, wanted, found) in [
+            (
+                "received the value '30000' of type 'signedint' but current is the value '10000' of type 'signedint'",
+                "30000",
+                "10000",
+            ),
+            ("received '30000' but current is '10000'", "30000", "10000"),
+            (
+                "received none but current is the value '1' of type 'long'",
+                "none",
+                "1",
+            ),
+            (
+                "received the value '1' of type 'long' but current is none",
+                "1",
+                "none",
+            ),
+        ] {
+            let text = format!(
+                "PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'q' in vhost '/': {told}"
+            );
+            let error = inequivalent("orders.retry", &text);
+            let violation = error
+                .violation()
+                .map(|v| (v.limit.clone(), v.value.clone()));
+            let limit = format!("x-message-ttl={wanted} on orders.retry");
+            assert_eq!(violation, Some((limit, found.to_owned())));
         }
-        let text = "PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'q' in vhost '/': received the \
-                    value '30000' of type 'signedint' but current is none";
-        let error = inequivalent("q", text).to_string();
-        assert!(error.contains("none"), "{error}");
+        let other = inequivalent("q", "PRECONDITION_FAILED - something else").to_string();
+        assert!(other.contains("something else"), "{other}");
     }
 }

@@ -4,6 +4,7 @@
 //! it is bound to is made by the user too, or with the helpers of [`RabbitMq`].
 
 mod arguments;
+mod balance;
 mod config;
 mod desk;
 mod error;

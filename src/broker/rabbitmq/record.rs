@@ -158,15 +158,15 @@ fn value_bytes(value: &AMQPValue) -> usize {
         }
 }
 
-/// Reads a message. Never fails: what others sent comes out as well as headers can hold it.
+/// Reads a message that came through this place. Never fails: what others sent comes out as well as headers can hold it.
 pub(super) fn received(
-    place: Place<'_>,
+    topic: String,
     queue: &str,
     properties: &BasicProperties,
     body: Vec<u8>,
 ) -> Received {
     let coordinates = Origin {
-        topic: place.name(),
+        topic,
         partition: Some(queue.to_owned()),
         offset: None,
     };
@@ -290,7 +290,7 @@ mod tests {
         let properties = properties(outgoing, HEADER_BYTES_MAX).unwrap();
         let place = Place::read(&outgoing.message.destination).unwrap();
         let body = outgoing.message.payload.as_deref().unwrap_or_default();
-        received(place, "q", &properties, body.to_vec()).read()
+        received(place.name(), "q", &properties, body.to_vec()).read()
     }
 
     fn table(outgoing: &Outgoing) -> FieldTable {
@@ -377,7 +377,7 @@ mod tests {
             .with_headers(table)
             .with_timestamp(u64::MAX);
         let place = Place::read("events/a").unwrap();
-        let read = received(place, "q", &properties, b"body".to_vec());
+        let read = received(place.name(), "q", &properties, b"body".to_vec());
         let get = |name| read.headers.get_str(name);
         assert_eq!(get("count"), Some("-7"));
         assert_eq!(get("flag"), Some("true"));

@@ -1,6 +1,8 @@
 //! Consuming: one supervised consumer a queue. Whatever ends it, it is attached again.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -14,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::arguments::short;
+use super::balance::{Balance, Shift};
 use super::config::RabbitMqConfig;
 use super::desk::{Desk, Generation, Item};
 use super::error::mapped;
@@ -54,8 +57,15 @@ pub(super) async fn subscribe(
     );
     let (stop, stopping) = watch::channel(None);
     let mut posted = JoinSet::new();
+    let mut shifts: BTreeMap<Arc<str>, Vec<Arc<Shift>>> = BTreeMap::new();
     for (number, (source, queue)) in posts.into_iter().enumerate() {
+        let shift = Arc::new(Shift::default());
+        let of_source = shifts.entry(Arc::clone(&source)).or_default();
+        of_source.push(Arc::clone(&shift));
         let post = Post {
+            shift,
+            is_shard: shards.of(&source).is_some(),
+            drain_deadline: config.drain_deadline,
             number,
             source,
             queue,
@@ -71,6 +81,18 @@ pub(super) async fn subscribe(
             _ => Some(post.attach().await?),
         };
         posted.spawn(post.hold(attached, stopping.clone()));
+    }
+    for (source, shifts) in shifts {
+        // Unchecked makes nothing, and balancing makes a roll of members.
+        if shards.of(&source).is_some() && request.topology != TopologyMode::Unchecked {
+            let balance = Balance {
+                link: Arc::clone(link),
+                answer_deadline: config.answer_deadline,
+                source,
+                shifts,
+            };
+            posted.spawn(balance.keep(stopping.clone()));
+        }
     }
     Ok(Box::new(RabbitSubscription { desk, stop, posted }))
 }
@@ -118,6 +140,9 @@ impl Drop for RabbitSubscription {
 
 /// One consumer on one queue.
 struct Post {
+    shift: Arc<Shift>,
+    is_shard: bool,
+    drain_deadline: Duration,
     number: usize,
     source: Arc<str>,
     queue: String,
@@ -126,6 +151,13 @@ struct Post {
     link: Arc<Link>,
     desk: Arc<Desk>,
     answer_deadline: Duration,
+}
+
+enum Ended {
+    By(Error),
+    /// Another member is to have the shard.
+    Shift,
+    Stop,
 }
 
 struct Attached {
@@ -178,6 +210,7 @@ impl Post {
     ) -> bool {
         let mut failures = 0;
         loop {
+            self.shift.busy.store(false, Ordering::Release);
             let next = match attached.take() {
                 Some(attached) => Ok(attached),
                 None => tokio::select! {
@@ -189,15 +222,29 @@ impl Post {
                 Ok(mut next) => {
                     failures = 0;
                     let ended = tokio::select! {
-                        error = self.consume(&mut next) => Some(error),
-                        _ = stopping.wait_for(Option::is_some) => None,
+                        error = self.consume(&mut next) => Ended::By(error),
+                        () = self.shift.asked.notified() => Ended::Shift,
+                        _ = stopping.wait_for(Option::is_some) => Ended::Stop,
                     };
+                    if matches!(ended, Ended::Shift) {
+                        tokio::select! {
+                            () = self.desk.drain(&next.generation, self.drain_deadline) => {}
+                            _ = stopping.wait_for(Option::is_some) => {}
+                        }
+                    }
                     self.desk.end(&next.generation);
-                    let Some(error) = ended else {
-                        let until = stopping.borrow().unwrap_or_else(Instant::now);
-                        return leave(&next.channel, until).await;
-                    };
-                    self.tell(error);
+                    match ended {
+                        Ended::By(error) => self.tell(error),
+                        Ended::Shift => {
+                            let until = Instant::now() + self.answer_deadline;
+                            leave(&next.channel, until).await;
+                            continue;
+                        }
+                        Ended::Stop => {
+                            let until = stopping.borrow().unwrap_or_else(Instant::now);
+                            return leave(&next.channel, until).await;
+                        }
+                    }
                 }
                 Err(error) => self.tell(error),
             }
@@ -215,6 +262,7 @@ impl Post {
         while let Some(next) = attached.consumer.next().await {
             match next {
                 Ok(delivery) => {
+                    self.shift.busy.store(true, Ordering::Release);
                     let (item, early) = self.item(delivery, &attached.generation);
                     self.desk.offer(item, early);
                 }
@@ -252,7 +300,14 @@ impl Post {
             exchange: delivery.exchange.as_str(),
             routing_key: delivery.routing_key.as_str(),
         };
-        let received = received(place, &self.queue, &delivery.properties, delivery.data);
+        // What came straight to a shard was sent to the name that all of them share.
+        let is_direct = place.exchange.is_empty() && place.routing_key == self.queue;
+        let topic = if self.is_shard && is_direct {
+            self.source.to_string()
+        } else {
+            place.name()
+        };
+        let received = received(topic, &self.queue, &delivery.properties, delivery.data);
         let coordinates = received.coordinates.clone();
         let mut incoming = received.read();
         if incoming.id_missing {
