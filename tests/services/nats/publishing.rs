@@ -9,6 +9,17 @@ use relaybox::{ErrorKind, Message};
 
 use super::*;
 
+/// A plain subscriber, of which the server knows.
+async fn listen(url: &str, subject: &str) -> async_nats::Subscriber {
+    let context = client(url).await;
+    let heard = context.client().subscribe(subject.to_owned()).await;
+    // Over the same connection: its answer comes after the subscription was taken.
+    let nothing = serde_json::json!({});
+    let answer: serde_json::Value = context.request("INFO", &nothing).await.unwrap();
+    assert!(answer.get("error").is_none(), "{answer}");
+    heard.unwrap()
+}
+
 fn rejection(outcome: &PublishOutcome) -> Option<(RejectionScope, ErrorKind)> {
     match outcome {
         PublishOutcome::Rejected { scope, error } => Some((*scope, error.kind())),
@@ -34,9 +45,7 @@ async fn a_subject_without_a_stream_is_refused_and_delivered_once_there_is_one()
 async fn somebody_who_only_listens_is_not_taken_for_a_stream() {
     let nats = connect().await;
     let subject = unique_name("overheard");
-    let listener = client(&shared_nats().await.url()).await.client();
-    let _heard = listener.subscribe(subject.clone()).await.unwrap();
-    listener.flush().await.unwrap();
+    let _heard = listen(&shared_nats().await.url(), &subject).await;
     let outcomes = publish(&nats, &[message(&subject, "0")]).await;
     assert!(
         matches!(
@@ -248,9 +257,7 @@ async fn a_core_subject_needs_no_stream_and_reaches_who_listens() {
         .await
         .unwrap();
     let subject = format!("{prefix}.cpu");
-    let listener = client(&url).await.client();
-    let mut heard = listener.subscribe(subject.clone()).await.unwrap();
-    listener.flush().await.unwrap();
+    let mut heard = listen(&url, &subject).await;
     nats.check(std::slice::from_ref(&subject)).await.unwrap();
     publish_all(&nats, &[message(&subject, "0")]).await;
     let message = within("a message", heard.next()).await.unwrap();
