@@ -102,8 +102,12 @@ async fn client_once(kafka: &Kafka, rows: u32) -> Duration {
 }
 
 pub fn producer(kafka: &Kafka) -> FutureProducer {
+    producer_of(&kafka.brokers())
+}
+
+pub fn producer_of(brokers: &str) -> FutureProducer {
     ClientConfig::new()
-        .set("bootstrap.servers", kafka.brokers())
+        .set("bootstrap.servers", brokers)
         .set("enable.idempotence", "true")
         .set("acks", "all")
         .set("linger.ms", "5")

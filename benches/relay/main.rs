@@ -12,6 +12,7 @@
 //! |---|---|---|
 //! | `drain` | a backlog to a publisher that costs nothing | a bare sqlx loop with the relay's own statements, and one with the simplest |
 //! | `kafka` | a backlog to Kafka | the client alone (in order, pipelined, idempotent, acks=all), and the relay everybody writes first |
+//! | `brokers` | publish to, consume from and relay to each of Kafka, RabbitMQ and JetStream | the client alone |
 //! | `enqueue` | a business transaction with an enqueue | the same transaction with a hand-written INSERT |
 //! | `steady` | commit to confirm at 1,000/s for `--steady-seconds` | the client alone |
 //! | `held` | 5,000/s for `--held-seconds` beside an old snapshot, then an open writer | its own first sixth |
@@ -29,7 +30,9 @@
 )]
 
 mod backlog;
+mod brokers;
 mod checked;
+mod clients;
 mod cpu;
 mod depth;
 mod drain;
@@ -47,6 +50,7 @@ use std::time::Duration;
 use relaybox_testcontainers::{Kafka, Postgres, PostgresOptions};
 
 use backlog::Backlog;
+use brokers::Product;
 use report::Report;
 
 /// How much is measured.
@@ -54,6 +58,7 @@ use report::Report;
 pub struct Size {
     pub pairs: usize,
     pub drain_rows: u32,
+    /// To and from a broker.
     pub kafka_rows: u32,
     pub naive_rows: u32,
     pub enqueue_pairs: usize,
@@ -127,6 +132,12 @@ async fn main() {
     }
     if let Some(kafka) = kafka.as_ref().filter(|_| wanted("kafka")) {
         kafka::measure(&mut report, &backlog, kafka, size).await;
+    }
+    if wanted("brokers") {
+        for name in ["kafka", "rabbitmq", "nats"] {
+            let product = Product::named(name).await;
+            brokers::measure(&mut report, &backlog, &product, size).await;
+        }
     }
     if wanted("enqueue") {
         enqueue::measure(&mut report, &backlog, size).await;

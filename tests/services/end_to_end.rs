@@ -1,4 +1,4 @@
-//! The main job on real input, in processes of their own: PostgreSQL to Kafka to PostgreSQL.
+//! The main job on real input, in processes of their own: PostgreSQL to a broker to PostgreSQL, over each broker.
 //!
 //! Input is the JSONL file named by `RELAYBOX_WEBHOOKS_FILE`; without it the test writes one of its own. The verdict is
 //! the example's own report, whose counts come from the database and the broker.
@@ -7,15 +7,17 @@ use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::message::{Headers, Message};
 use rdkafka::{ClientConfig, Offset, TopicPartitionList};
-use relaybox::broker::Subscriber;
-use relaybox::broker::kafka::KafkaConfig;
+use relaybox::broker::Broker;
 use relaybox::testing::eventually;
-use relaybox_testcontainers::{Kafka, Postgres, shared_kafka, shared_postgres, unique_name};
+use relaybox_testcontainers::{
+    Postgres, shared_kafka, shared_nats, shared_postgres, shared_rabbitmq, unique_name,
+};
 use sqlx::AssertSqlSafe;
 use sqlx::postgres::PgPool;
 use tempfile::TempDir;
@@ -23,26 +25,69 @@ use tempfile::TempDir;
 const COPIES: u64 = 5;
 const DEADLINE: Duration = Duration::from_secs(180);
 
-#[tokio::test(flavor = "multi_thread")]
-async fn every_delivery_has_its_effect_once_and_in_order() {
-    let story = Story::new().await;
+// The example uses all of it.
+#[allow(dead_code)]
+#[path = "../../examples/webhooks/broker.rs"]
+mod broker;
+
+use broker::{Place, Product};
+
+macro_rules! over_each_broker {
+    ($($module:ident: $product:expr;)+) => {
+        $(
+            mod $module {
+                use super::*;
+
+                #[tokio::test(flavor = "multi_thread")]
+                async fn every_delivery_has_its_effect_once_and_in_order() {
+                    super::every_delivery_has_its_effect_once_and_in_order($product).await;
+                }
+
+                #[tokio::test(flavor = "multi_thread")]
+                async fn a_relay_killed_mid_run_loses_nothing() {
+                    super::a_relay_killed_mid_run_loses_nothing($product).await;
+                }
+
+                #[tokio::test(flavor = "multi_thread")]
+                async fn a_consumer_killed_mid_run_loses_and_doubles_nothing() {
+                    super::a_consumer_killed_mid_run_loses_and_doubles_nothing($product).await;
+                }
+            }
+        )+
+    };
+}
+
+over_each_broker! {
+    kafka: Product::Kafka;
+    rabbitmq: Product::RabbitMq;
+    nats: Product::Nats;
+}
+
+async fn every_delivery_has_its_effect_once_and_in_order(product: Product) {
+    let story = Story::new(product).await;
     let output = story.role("all").output().unwrap();
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{printed}");
     story.check_last_line(&printed);
-    story.check_dead_letter_headers().await;
+    if product == Product::Kafka {
+        story.check_dead_letter_headers().await;
+    }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_relay_killed_mid_run_loses_nothing() {
-    let story = Story::new().await;
+async fn a_relay_killed_mid_run_loses_nothing(product: Product) {
+    let story = Story::new(product).await;
     story.run("prepare");
+    let broker = story.broker().await;
     let mut relay = story.start("relay");
     let consumer = story.start("consume");
     let mut enqueue = story.start("enqueue");
-    story.until_published(story.messages() / 4).await;
+    eventually(DEADLINE, "a part is committed", || async {
+        story.count("fact").await >= story.messages() / 4
+    })
+    .await;
     // Stopped while it writes, so that the kill surely comes before the end.
     signal("STOP", &enqueue);
+    story.until_published(&*broker, 1).await;
     relay.kill();
     signal("CONT", &enqueue);
     assert!(enqueue.wait().success());
@@ -54,9 +99,8 @@ async fn a_relay_killed_mid_run_loses_nothing() {
     story.check_last_line(&story.run("report"));
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_consumer_killed_mid_run_loses_and_doubles_nothing() {
-    let story = Story::new().await;
+async fn a_consumer_killed_mid_run_loses_and_doubles_nothing(product: Product) {
+    let story = Story::new(product).await;
     story.run("prepare");
     story.run("enqueue");
     let relay = story.start("relay");
@@ -85,11 +129,11 @@ struct Story {
     run: String,
     url: String,
     pool: PgPool,
-    kafka: &'static Kafka,
+    place: Place,
 }
 
 impl Story {
-    async fn new() -> Self {
+    async fn new(product: Product) -> Self {
         let postgres: &Postgres = shared_postgres().await;
         let url = postgres.create_database("webhooks").await.unwrap();
         let directory = tempfile::tempdir().unwrap();
@@ -105,7 +149,14 @@ impl Story {
             run: unique_name("r")[..12].trim_end_matches('_').to_owned(),
             pool: PgPool::connect(&url).await.unwrap(),
             url,
-            kafka: shared_kafka().await,
+            place: Place {
+                product,
+                address: match product {
+                    Product::Kafka => shared_kafka().await.brokers(),
+                    Product::RabbitMq => shared_rabbitmq().await.url(),
+                    Product::Nats => shared_nats().await.url(),
+                },
+            },
         }
     }
 
@@ -126,11 +177,13 @@ impl Story {
                 &COPIES.to_string(),
                 "--run",
                 &self.run,
+                "--broker",
+                self.place.product.name(),
                 "--role",
                 role,
             ])
             .env("RELAYBOX_POSTGRES_URL", &self.url)
-            .env("RELAYBOX_KAFKA_BROKERS", self.kafka.brokers())
+            .env(self.place.product.variable(), &self.place.address)
             .env("RUST_LOG", "warn")
             .stdin(Stdio::null())
             .stderr(Stdio::inherit());
@@ -163,37 +216,36 @@ impl Story {
         self.count("relaybox_outbox").await + self.count("relaybox_outbox_aside").await
     }
 
-    async fn depth(&self, topic: &str) -> u64 {
-        let offsets = self.kafka.topic_end_offsets(topic).await.unwrap();
-        offsets.iter().sum::<i64>().try_into().unwrap()
+    async fn broker(&self) -> Arc<dyn Broker> {
+        self.place.connect(&self.topic()).await.unwrap()
     }
 
-    async fn until_published(&self, records: u64) {
+    async fn until_published(&self, broker: &dyn Broker, records: u64) {
+        let wire = self.place.product.wire(&self.topic());
         eventually(DEADLINE, "a part is published", || async {
-            self.depth(&self.topic()).await >= records
+            broker::depth(broker, &wire).await.unwrap() >= records
         })
         .await;
     }
 
-    /// Waits until the outbox is empty and the consumer has committed everything on topic and rungs. Counting ends would
-    /// not do: a kill may leave a dead letter twice.
+    /// Waits until the outbox is empty, every message has its effect or its letter, and nothing waits for the consumer.
+    /// Counting ends alone would not do, as a kill may leave a dead letter twice; nor would what waits, as not every broker
+    /// tells what a member holds.
     async fn until_settled(&self) {
-        let config = KafkaConfig::new(self.kafka.brokers());
-        let kafka = relaybox::broker::kafka::Kafka::connect(config)
-            .await
-            .unwrap();
-        let topic = self.topic();
-        let topics = [
-            topic.clone(),
-            format!("{topic}.index.retry.1s"),
-            format!("{topic}.index.retry.3s"),
-        ];
+        let (broker, topic) = (self.broker().await, self.topic());
+        let rungs = ["1s", "3s"].map(|delay| format!("{topic}.index.retry.{delay}"));
+        let dead_letters = format!("{topic}.index.DLQ");
         eventually(DEADLINE, "every message came to its end", || async {
             let mut left = self.unsent().await;
-            for topic in &topics {
-                left += kafka.lag("index", topic).await.unwrap().messages;
+            for source in std::iter::once(&topic).chain(&rungs) {
+                // The consumer may not have made its rungs yet.
+                let Ok(lag) = broker.lag("index", source).await else {
+                    return false;
+                };
+                left += lag.messages;
             }
-            left == 0
+            let dead = broker::depth(&*broker, &dead_letters).await.unwrap();
+            left == 0 && self.count("effect").await + dead >= self.messages()
         })
         .await;
     }
@@ -224,8 +276,12 @@ impl Story {
     /// Every header of the table that belongs on a dead letter is there, as another language would read it.
     async fn check_dead_letter_headers(&self) {
         let topic = format!("{}.index.DLQ", self.topic());
-        let ends = self.kafka.topic_end_offsets(&topic).await.unwrap();
-        let brokers = self.kafka.brokers();
+        let ends = shared_kafka()
+            .await
+            .topic_end_offsets(&topic)
+            .await
+            .unwrap();
+        let brokers = self.place.address.clone();
         let seen = tokio::task::spawn_blocking(move || read_headers(&brokers, &topic, &ends));
         let letters = seen.await.unwrap();
         assert!(!letters.is_empty());

@@ -20,6 +20,7 @@ mod crash_points;
 mod end_to_end;
 mod kafka;
 mod kafka_contract;
+mod nats;
 mod nats_contract;
 mod postgres;
 mod rabbitmq;

@@ -7,11 +7,25 @@ use std::process::{Command, Stdio};
 const SECONDS: &str = "20";
 
 #[test]
-fn a_bank_under_trouble_loses_doubles_and_disorders_nothing() {
+fn a_bank_over_kafka_under_trouble_loses_doubles_and_disorders_nothing() {
+    a_bank_under_trouble("kafka");
+}
+
+#[test]
+fn a_bank_over_rabbitmq_under_trouble_loses_doubles_and_disorders_nothing() {
+    a_bank_under_trouble("rabbitmq");
+}
+
+#[test]
+fn a_bank_over_nats_under_trouble_loses_and_doubles_nothing() {
+    a_bank_under_trouble("nats");
+}
+
+fn a_bank_under_trouble(broker: &str) {
     let seed = fastrand::u32(..1_000_000).to_string();
     println!("seed {seed}");
     let output = Command::new(env!("CARGO_BIN_EXE_workload"))
-        .args(["--seconds", SECONDS, "--seed", &seed])
+        .args(["--seconds", SECONDS, "--seed", &seed, "--broker", broker])
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use sqlx::FromRow;
 use sqlx::postgres::{PgPool, PgRow};
 
-use super::bank::{CONSUMER, PARTITIONS, TOPIC, digest};
-use super::broker::read;
+use super::bank::{CONSUMER, End, Fate, PARTITIONS, TOPIC, digest};
+use super::broker::{depth, read};
 use super::world::{self, Anyhow, World};
 
 /// Everything that was recorded in a run.
@@ -94,6 +94,10 @@ pub struct Left {
     pub aside: u64,
     /// Records that the consumer has not settled, on the topic and its rungs.
     pub lag: u64,
+    /// Messages with neither the effect nor the dead letter that their ids ask for, counted once nothing else is left: some
+    /// brokers do not tell what their members hold.
+    #[serde(default)]
+    pub open: u64,
 }
 
 impl Left {
@@ -113,8 +117,30 @@ impl Left {
         for topic in std::iter::once(TOPIC.to_owned()).chain(world::rungs()) {
             lag += broker.lag(CONSUMER, &topic).await?.messages;
         }
-        Ok(Self { outbox, aside, lag })
+        let mut left = Self {
+            outbox,
+            aside,
+            lag,
+            open: 0,
+        };
+        if left.is_nothing() {
+            left.open = open(&world.notebook, broker).await?;
+        }
+        Ok(left)
     }
+}
+
+async fn open(db: &PgPool, broker: &dyn Broker) -> Anyhow<u64> {
+    let without_effect: Vec<(String,)> = rows(
+        db,
+        "SELECT h.message_id FROM bank.history h LEFT JOIN replica.applied a USING (message_id)
+         WHERE a.message_id IS NULL",
+    )
+    .await?;
+    let ends = without_effect.iter().map(|(id,)| Fate::of(id).end());
+    let (dead, open): (Vec<_>, Vec<_>) = ends.partition(|end| matches!(end, End::Dead { .. }));
+    let letters = depth(broker, &world::dead_letters()).await?;
+    Ok((open.len() as u64) + (dead.len() as u64).saturating_sub(letters))
 }
 
 /// How often the nemesis did what may put a batch on the wire twice.
@@ -155,6 +181,8 @@ impl Facts {
     ) -> Anyhow<Self> {
         let broker = world.broker().await?;
         let db = &world.notebook;
+        // Before the letters are read, which takes them away from a queue.
+        let left = Left::now(world, &*broker).await?;
         let wire = read(&*broker, &world.place.product.wire(TOPIC)).await?;
         let letters = read(&*broker, &world::dead_letters()).await?;
         Ok(Self {
@@ -197,7 +225,7 @@ impl Facts {
             })
             .collect(),
             dead: letters.into_values().map(dead).collect(),
-            left: Left::now(world, &*broker).await?,
+            left,
             disturbed,
             faults,
         })

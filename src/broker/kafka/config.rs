@@ -210,7 +210,8 @@ impl KafkaConfig {
         self
     }
 
-    /// How long a partition that is taken away waits for deliveries in work, so that they need not come twice.
+    /// How long a partition that is taken away waits for deliveries in work, so that they need not come twice. Meanwhile
+    /// the member receives nothing else, and the group waits for it.
     #[must_use]
     pub const fn with_drain_deadline(mut self, deadline: Duration) -> Self {
         self.drain_deadline = deadline;

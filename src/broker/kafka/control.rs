@@ -237,9 +237,10 @@ where
         // The error of a refused value repeats the value, which may be a secret: only the name is shown.
         let (limit, value) = match &source {
             KafkaError::ClientConfig(_, reason, name, _) => {
-                let name_is_unknown = reason.contains("No such configuration property");
-                let limit = if name_is_unknown {
+                let limit = if reason.contains("No such configuration property") {
                     "a property librdkafka knows"
+                } else if reason.contains("at build time") {
+                    "what this build of librdkafka can do: see the features kafka-ssl, kafka-gssapi and kafka-zstd"
                 } else {
                     "a property with a value librdkafka accepts"
                 };

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
-use rdkafka::error::{KafkaError, KafkaResult};
+use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode as Code};
 use rdkafka::{ClientContext, Offset, Statistics, TopicPartitionList};
 use time::OffsetDateTime;
 
@@ -14,6 +14,7 @@ use super::config::KafkaConfig;
 use super::context::Context;
 use super::desk::{Desk, Holding, Item};
 use crate::envelope::Received;
+use crate::error::Error;
 
 /// Most offsets kept per partition behind one that is not finished; then the partition pauses until it is.
 const TRACKED_MAX: usize = 100_000;
@@ -25,6 +26,7 @@ pub(super) struct Member {
     rungs: HashSet<String>,
     drain_deadline: Duration,
     instance_id: Option<String>,
+    session_timeout: Duration,
     slots: Mutex<Slots>,
 }
 
@@ -94,6 +96,7 @@ impl Member {
             rungs,
             drain_deadline: config.drain_deadline,
             instance_id: config.instance_id.clone(),
+            session_timeout: config.session_timeout,
             slots: Mutex::default(),
         }
     }
@@ -105,6 +108,24 @@ impl Member {
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error of a setting that the group refuses, if it is one: nothing is mended by trying again.
+    pub(super) fn refused(&self, code: Code) -> Option<Error> {
+        let (field, limit, value) = match code {
+            Code::FencedInstanceId | Code::UnreleasedInstanceId => (
+                "instance_id",
+                "a name that no other member of the consumer has",
+                self.instance_id.clone().unwrap_or_default(),
+            ),
+            Code::InvalidSessionTimeout => (
+                "session_timeout",
+                "within the broker's group.min.session.timeout.ms and group.max.session.timeout.ms",
+                format!("{:?}", self.session_timeout),
+            ),
+            _ => return None,
+        };
+        Some(Error::configuration(field, limit, value))
     }
 
     /// Delivers a message, or holds it until it is due. Whether it is held, and so its partition is to be paused.

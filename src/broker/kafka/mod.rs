@@ -1,4 +1,33 @@
 //! Apache Kafka, through librdkafka.
+//!
+//! - **Topics.** Sources have to be there. Rungs and dead letters are made with the source's number of partitions and
+//!   replicas, kept for ever (or as [configured](KafkaConfig::with_dead_letter_retention)), with room for the story on top
+//!   of the source's `max.message.bytes`. One that is there already is refused if it compacts, takes less than the source,
+//!   or, as a rung, keeps messages less than a day beyond its delay or by size.
+//! - **Order.** Messages of one topic and key are stored in the order of the batch, as long as every producer of the topic
+//!   has the same [`Partitioner`] and the number of partitions stays.
+//! - **Commits.** What is settled is committed in the order of receipt, up to the first message that is not. A partition
+//!   that is taken away waits for what is in work, [so long](KafkaConfig::with_drain_deadline).
+//! - **Security.** By [properties](KafkaConfig::with_property) of librdkafka. A build needs the feature `kafka-ssl` (the
+//!   headers of OpenSSL) for TLS and SCRAM, and `kafka-gssapi` (those of Cyrus SASL too) for Kerberos; SASL/PLAIN without
+//!   TLS needs neither. OAUTHBEARER is not offered. `kafka-zstd` is for `compression.type=zstd`; gzip, snappy and lz4 are
+//!   always there.
+//!
+//! ```no_run
+//! # async fn example() -> relaybox::Result<()> {
+//! use relaybox::broker::kafka::{Kafka, KafkaConfig};
+//!
+//! let config = KafkaConfig::new("broker-1:9093,broker-2:9093")
+//!     .with_property("security.protocol", "sasl_ssl")
+//!     .with_property("sasl.mechanisms", "SCRAM-SHA-512")
+//!     .with_property("sasl.username", "billing")
+//!     .with_property("sasl.password", "read from a secret store")
+//!     .with_instance_id("billing-0");
+//! let kafka = Kafka::connect(config).await?;
+//! # let _ = kafka;
+//! # Ok(())
+//! # }
+//! ```
 
 mod batch;
 mod config;

@@ -236,7 +236,11 @@ impl Sender {
                     Err((error, _)) => {
                         match verdict_on_enqueue(&error) {
                             Verdict::Message => batch.reject_message(at, refused(error)),
-                            Verdict::Destination => self.reject_topic(batch, at, error),
+                            Verdict::Destination => {
+                                // Only this client thinks so, from its last look at the topic.
+                                self.generations.retire(generation);
+                                self.reject_topic(batch, at, error);
+                            }
                             _ => {
                                 batch.note(at, Stored::No, refused(error));
                                 sound = false;

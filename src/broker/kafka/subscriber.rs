@@ -208,23 +208,29 @@ fn poll_until_closed(consumer: &BaseConsumer<Member>, desk: &Desk) -> Option<Err
                     tend_at = Instant::now();
                 }
             }
-            Some(Err(error @ KafkaError::MessageConsumptionFatal(code))) => {
-                return Some(fatal(code, error, member.instance_id().unwrap_or_default()));
-            }
-            Some(Err(error)) => report(desk, error, &mut warned),
+            Some(Err(error)) => match fatal(&error, member) {
+                Some(fatal) => return Some(fatal),
+                None => report(desk, error, &mut warned),
+            },
         }
     }
     None
 }
 
-/// The end of a client that is beyond help.
-fn fatal(code: Code, error: KafkaError, instance_id: &str) -> Error {
-    if matches!(code, Code::FencedInstanceId | Code::UnreleasedInstanceId) {
-        let limit = "a name that no other member of the consumer has";
-        return Error::configuration("instance_id", limit, instance_id).with_source(error);
+/// The error with which the subscription ends, if the client or the group cannot be helped.
+fn fatal(error: &KafkaError, member: &Member) -> Option<Error> {
+    if let Some(refused) = error
+        .rdkafka_error_code()
+        .and_then(|code| member.refused(code))
+    {
+        return Some(refused.with_source(error.clone()));
     }
+    let KafkaError::MessageConsumptionFatal(_) = error else {
+        return None;
+    };
     let detail = "the client gave up";
-    Error::new(ErrorKind::Other, "receive", detail).with_source(mapped("receive", detail, error))
+    let source = mapped("receive", detail, error.clone());
+    Some(Error::new(ErrorKind::Other, "receive", detail).with_source(source))
 }
 
 /// The client mends most troubles itself, so this is for people to read: rarely, and as a transient error.
@@ -261,7 +267,7 @@ fn commit_and_leave(consumer: &BaseConsumer<Member>, desk: &Desk) -> Result<()> 
             Err(_) => drop(consumer.poll(SHORT_TURN)),
         }
     }
-    // A static member keeps its partitions: to unsubscribe would give them away.
+    // A static member keeps its partitions; to unsubscribe gives them away, if the end does not come first.
     if member.instance_id().is_some() {
         return match committed {
             true => Ok(()),

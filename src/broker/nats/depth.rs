@@ -8,8 +8,10 @@ use time::OffsetDateTime;
 use tokio::time::timeout;
 
 use super::config::NatsConfig;
+use super::durable::consumer_info;
 use super::link::Link;
-use super::topology::{consumer_info, feed_of, stream_by_subject, stream_info};
+use super::streams::{stream_by_subject, stream_info};
+use super::topology::feed_of;
 use crate::broker::Backlog;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -33,7 +35,7 @@ pub(super) async fn lag(
     source: &str,
 ) -> Result<Backlog> {
     let mut feed = feed_of(config, consumer, source);
-    if stream_info(link, &feed.stream).await?.is_none() {
+    if stream_info(link, LAG, &feed.stream).await?.is_none() {
         // A rung is asked for by its subject.
         match stream_by_subject(link, LAG, source).await? {
             Some(stream) => feed.stream = stream,
@@ -57,7 +59,7 @@ pub(super) async fn lag(
 }
 
 async fn of_subjects(link: &Link, stream: &str, filters: &[String]) -> Result<Backlog> {
-    let Some(info) = stream_info(link, stream).await? else {
+    let Some(info) = stream_info(link, DEPTH, stream).await? else {
         return Err(missing(DEPTH, stream));
     };
     let messages = if filters.is_empty() {

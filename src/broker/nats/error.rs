@@ -67,7 +67,7 @@ fn verdict_on_code(code: Code, status: usize) -> Verdict {
 }
 
 /// What the server said, if it was the server who said it.
-pub(super) fn server_error<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a ServerError> {
+fn server_error<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a ServerError> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(found) = error.downcast_ref::<ServerError>() {

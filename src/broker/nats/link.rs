@@ -9,6 +9,8 @@ use async_nats::connection::State;
 use async_nats::jetstream::Context;
 use async_nats::jetstream::context::ContextBuilder;
 use async_nats::{Client, ConnectOptions, Event, ServerError};
+use serde::Deserialize;
+use serde_json::json;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -24,6 +26,12 @@ const DENIALS_MAX: usize = 64;
 const TOLD_FOR: Duration = Duration::from_secs(60);
 /// How the server words a subject that may not be published to; the subject follows in quotes.
 const PUBLISH_DENIED: &str = "permissions violation for publish to ";
+
+/// What a server says of its JetStream. The client's own type for it does not read the answer of a server before 2.10.
+#[derive(Deserialize)]
+struct Account {
+    error: Option<async_nats::jetstream::Error>,
+}
 
 /// A connection that mends itself.
 pub(super) struct Link {
@@ -137,9 +145,15 @@ impl Link {
             answer_deadline: config.answer_deadline,
             notes,
         };
-        let asked = link.context.query_account();
-        link.ask("connect", "JetStream does not answer", asked)
+        let nothing = json!({});
+        let asked = link.context.request("INFO", &nothing);
+        let account: Account = link
+            .ask("connect", "JetStream does not answer", asked)
             .await?;
+        if let Some(refusal) = account.error {
+            let detail = format!("no JetStream at {}: {refusal}", link.tried);
+            return Err(Error::new(ErrorKind::Configuration, "connect", detail));
+        }
         Ok(link)
     }
 

@@ -13,14 +13,22 @@
 mod config;
 mod depth;
 mod desk;
+mod durable;
 mod error;
+mod fit;
 mod link;
 mod names;
 mod publisher;
 mod puller;
 mod record;
+mod rescue;
+mod rules;
+mod shelf;
+mod streams;
 mod subscriber;
 mod topology;
+mod warnings;
+mod words;
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,7 +40,7 @@ pub use config::NatsConfig;
 
 use self::link::Link;
 use self::publisher::Sender;
-use self::topology::Warnings;
+use self::warnings::Warnings;
 use super::{
     Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
     SubscriberCapabilities, Subscription, SubscriptionRequest,
@@ -96,7 +104,7 @@ impl Nats {
         subjects: impl IntoIterator<Item = S>,
     ) -> Result<()> {
         let subjects = subjects.into_iter().map(Into::into).collect();
-        topology::make_source(&self.0.link, name, subjects).await
+        streams::make_source(&self.0.link, name, subjects).await
     }
 
     /// What was found so far that is not wrong and still likely to lose or repeat messages: at connect, by
@@ -143,10 +151,10 @@ impl Publisher for Nats {
             } = &*self.0;
             let mut missing = Vec::new();
             for destination in destinations.iter().filter(|name| !config.is_core(name)) {
-                match topology::stream_by_subject(link, "check", destination).await? {
+                match streams::stream_by_subject(link, "check", destination).await? {
                     Some(stream) => {
-                        if let Some(info) = topology::stream_info(link, &stream).await? {
-                            warnings.about_stream(config, &info.config);
+                        if let Some(info) = streams::stream_info(link, "check", &stream).await? {
+                            warnings.about_stream(config, &info);
                         }
                     }
                     None => missing.push(destination.as_str()),

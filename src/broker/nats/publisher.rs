@@ -230,14 +230,13 @@ impl Sender {
         confirmation: PublishAckFuture,
     ) -> Answer {
         let mut confirmation = confirmation.into_future();
-        let mut deadline = batch.deadline;
         loop {
             let now = *batch.changes.borrow_and_update();
             if now.denials > batch.before.denials && self.link.denied(subject, batch.started) {
                 return Answer::Denied;
             }
             if now.losses > batch.before.losses && self.link.is_connected() {
-                deadline = deadline.min(Instant::now() + STRAGGLERS);
+                batch.deadline = batch.deadline.min(Instant::now() + STRAGGLERS);
             }
             tokio::select! {
                 biased;
@@ -254,7 +253,7 @@ impl Sender {
                         return Answer::None;
                     }
                 }
-                () = sleep_until(deadline) => return Answer::None,
+                () = sleep_until(batch.deadline) => return Answer::None,
             }
         }
     }

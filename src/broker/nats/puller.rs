@@ -6,24 +6,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::{Message, Request, StatusCode, Subject};
+use async_nats::{Message, StatusCode, Subject};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::future::BoxFuture;
 use time::OffsetDateTime;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep_until};
 
 use super::config::NatsConfig;
-use super::desk::{ACKNOWLEDGED, Desk, IN_PROGRESS, Item, Lease, RELEASED, Shelf};
+use super::desk::{Desk, Item};
+use super::durable::{Feed, restore_consumer};
 use super::link::Link;
 use super::record::{self, Place};
-use super::topology::{Feed, ensure_consumer};
+use super::rescue::{Raw, unreadable};
+use super::shelf::{Lease, Shelf};
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long a question stands at the server, in heartbeats.
-const EXPIRES_HEARTBEATS: u32 = 6;
 /// Between two warnings about the same source.
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
 /// How late a due message is noticed when the system's clock jumps.
@@ -31,7 +31,7 @@ const DUE_TURN: Duration = Duration::from_secs(1);
 
 /// When a message that is held may be delivered.
 #[derive(Clone, Copy)]
-enum When {
+pub(super) enum When {
     /// On a rung: by the system's clock, which its `x-due-at` goes by.
     Due(OffsetDateTime),
     /// Released with a delay, and here too early.
@@ -50,41 +50,44 @@ impl When {
 }
 
 /// A question that stands at the server.
-struct Pull {
-    number: u64,
+pub(super) struct Pull {
+    pub(super) number: u64,
     /// Messages still to come.
-    left: usize,
-    heard: Instant,
+    pub(super) left: usize,
+    pub(super) heard: Instant,
 }
 
 /// Signs of life that were sent, and what the answer to the last of them makes certain.
-struct Signs {
-    number: u64,
-    leases: Vec<Arc<Lease>>,
-    until: Instant,
-    sent: Instant,
+pub(super) struct Signs {
+    pub(super) number: u64,
+    pub(super) leases: Vec<Arc<Lease>>,
+    pub(super) until: Instant,
+    pub(super) sent: Instant,
 }
 
 pub(super) struct Puller {
-    config: NatsConfig,
-    link: Arc<Link>,
-    feed: Feed,
-    shelf: Arc<Shelf>,
-    desk: Arc<Desk>,
-    inbox: String,
-    subscriber: async_nats::Subscriber,
-    pull: Option<Pull>,
-    signs: Option<Signs>,
-    numbers: u64,
-    held: Vec<(When, Item)>,
-    delays: Delays,
+    pub(super) config: NatsConfig,
+    pub(super) link: Arc<Link>,
+    pub(super) feed: Feed,
+    pub(super) shelf: Arc<Shelf>,
+    pub(super) desk: Arc<Desk>,
+    pub(super) inbox: String,
+    pub(super) subscriber: async_nats::Subscriber,
+    pub(super) pull: Option<Pull>,
+    pub(super) signs: Option<Signs>,
+    pub(super) numbers: u64,
+    pub(super) held: Vec<(When, Item)>,
+    pub(super) delays: Delays,
     /// After trouble: not before this.
-    pause: Option<Instant>,
-    /// After trouble: whether the consumer is still there.
-    errand: Option<BoxFuture<'static, Result<()>>>,
-    warned: Option<Instant>,
+    pub(super) pause: Option<Instant>,
+    /// After trouble: a question to be answered before the next pull.
+    pub(super) errand: Option<Errand>,
+    /// When the connection was last lost under a pull, and whether that may be by what was pulled.
+    pub(super) lost: Option<Instant>,
+    pub(super) suspicious: bool,
+    pub(super) warned: Option<Instant>,
     /// What was acknowledged last, if the server has not said since that it knows.
-    unconfirmed: Option<Subject>,
+    pub(super) unconfirmed: Option<Subject>,
 }
 
 impl Puller {
@@ -118,6 +121,8 @@ impl Puller {
             delays,
             pause: None,
             errand: None,
+            lost: None,
+            suspicious: false,
             warned: None,
             unconfirmed: None,
         })
@@ -141,11 +146,12 @@ impl Puller {
                 self.listen_for_silence();
                 tend_at = now + turn;
             }
+            self.look_for_unreadable();
             self.ask_for_more().await;
             let wake = self.wake().map_or(tend_at, |wake| wake.min(tend_at));
             tokio::select! {
                 message = self.subscriber.next() => match message {
-                    Some(message) => self.take(message).await,
+                    Some(message) => self.take(message),
                     // The connection is closed for good, which only its last owner does.
                     None => {
                         let detail = "the connection is closed";
@@ -160,9 +166,7 @@ impl Puller {
                 _ = changes.changed() => {
                     let now = changes.borrow_and_update().losses;
                     if std::mem::replace(&mut losses, now) != now {
-                        // What stood at the server went with the connection.
-                        self.pull = None;
-                        self.signs = None;
+                        self.lost_connection();
                     }
                 }
                 checked = run_errand(&mut self.errand) => self.checked(checked),
@@ -184,111 +188,28 @@ impl Puller {
         [due, pause].into_iter().flatten().min()
     }
 
-    // ---- What is asked and said
-
-    /// Asks for as many messages as there is room for, one question at a time.
-    async fn ask_for_more(&mut self) {
-        let now = Instant::now();
-        let waiting = self.pause.is_some_and(|pause| now < pause) || self.errand.is_some();
-        let room = self.shelf.room();
-        if self.pull.is_some() || waiting || room == 0 || !self.link.is_connected() {
-            return;
-        }
-        self.pause = None;
-        self.numbers += 1;
-        let number = self.numbers;
-        let expires = self.config.heartbeat * EXPIRES_HEARTBEATS;
-        let question = format!(
-            r#"{{"batch":{room},"expires":{},"idle_heartbeat":{}}}"#,
-            expires.as_nanos(),
-            self.config.heartbeat.as_nanos(),
-        );
-        let subject = format!(
-            "CONSUMER.MSG.NEXT.{}.{}",
-            self.feed.stream, self.feed.durable
-        );
-        let request = Request::new()
-            .payload(question.into())
-            .inbox(format!("{}.p{number}", self.inbox));
-        let asked = self.link.context.send_request(subject, request);
-        match timeout_at(now + self.config.answer_deadline, asked).await {
-            Ok(Ok(())) => {
-                self.pull = Some(Pull {
-                    number,
-                    left: room,
-                    heard: Instant::now(),
-                });
-            }
-            Ok(Err(error)) => self.trouble(&error.to_string(), false),
-            Err(_elapsed) => self.trouble("the connection takes nothing", false),
-        }
-    }
-
-    async fn send_settled(&mut self) {
-        if !self.link.is_connected() {
-            // Kept here: the client would keep it too, but not tell whether it was sent.
-            return;
-        }
-        for (reply, word) in self.shelf.take_settled() {
-            if word == ACKNOWLEDGED {
-                self.unconfirmed = Some(reply.clone());
-            }
-            self.say(reply, word).await;
-        }
-    }
-
-    async fn say(&mut self, reply: Subject, word: Bytes) {
-        let saying = self.link.client.publish(reply, word);
-        let until = Instant::now() + self.config.answer_deadline;
-        // What is not said is asked again by the server, after the ack wait.
-        if !matches!(timeout_at(until, saying).await, Ok(Ok(()))) {
-            tracing::warn!(source = self.shelf.source, "a settlement could not be sent");
-        }
-    }
-
-    /// Tells the server that what is held is still in work. The answer to the last sign stands for those before it.
-    async fn keep_alive(&mut self) {
-        let now = Instant::now();
-        let third = self.config.ack_wait / 3;
-        if let Some(signs) = &self.signs
-            && now < signs.sent + third
-        {
-            return;
-        }
+    /// What stood at the server went with the connection. Lost again soon under a pull, it may have been lost by a message
+    /// that the client cannot read.
+    fn lost_connection(&mut self) {
         self.signs = None;
-        let ending = self.shelf.ending(now + 2 * third);
-        let Some(last) = ending.last().cloned() else {
-            return;
-        };
-        if !self.link.is_connected() {
-            return;
+        if self.pull.take().is_some() {
+            let now = Instant::now();
+            let soon = 3 * self.config.ack_wait;
+            let before = self.lost.replace(now);
+            self.suspicious |= before.is_some_and(|before| now < before + soon);
         }
-        self.numbers += 1;
-        let number = self.numbers;
-        for lease in &ending {
-            // Released meanwhile: a sign of life would cut its delay short.
-            if !self.shelf.holds(lease) {
-                continue;
-            }
-            if !Arc::ptr_eq(lease, &last) {
-                self.say(lease.reply(), Bytes::from_static(IN_PROGRESS))
-                    .await;
-                continue;
-            }
-            let inbox = format!("{}.w{number}", self.inbox);
-            let word = Bytes::from_static(IN_PROGRESS);
-            let asking = self
-                .link
-                .client
-                .publish_with_reply(lease.reply(), inbox, word);
-            let _ = timeout_at(now + self.config.answer_deadline, asking).await;
+    }
+
+    fn look_for_unreadable(&mut self) {
+        if self.suspicious && self.feed.checked && self.errand.is_none() && self.link.is_connected()
+        {
+            self.suspicious = false;
+            let (link, feed) = (Arc::clone(&self.link), self.feed.clone());
+            let shelf = Arc::clone(&self.shelf);
+            self.errand = Some(Box::pin(
+                async move { unreadable(&link, &feed, &shelf).await },
+            ));
         }
-        self.signs = Some(Signs {
-            number,
-            leases: ending,
-            until: now + self.config.ack_wait,
-            sent: now,
-        });
     }
 
     fn listen_for_silence(&mut self) {
@@ -301,9 +222,7 @@ impl Puller {
         }
     }
 
-    // ---- What arrives
-
-    async fn take(&mut self, message: Message) {
+    fn take(&mut self, message: Message) {
         if let Some(rest) = message.subject.strip_prefix(self.inbox.as_str()) {
             let token = rest.trim_start_matches('.').to_owned();
             return self.take_word(&token, &message);
@@ -316,10 +235,10 @@ impl Puller {
             }
         }
         self.delays.reset();
-        self.take_message(message).await;
+        self.take_message(message);
     }
 
-    async fn take_message(&mut self, message: Message) {
+    fn take_message(&mut self, message: Message) {
         let until = Instant::now() + self.config.ack_wait;
         let message = async_nats::jetstream::Message {
             message,
@@ -334,31 +253,53 @@ impl Puller {
         let Some(reply) = message.reply else {
             return;
         };
-        let Some((lease, wait)) = self.shelf.take_in(sequence, reply, until) else {
-            return;
-        };
         let place = Place {
             subject: message.subject.as_str(),
-            stream: &self.feed.stream,
+            stream: &self.feed.stream.clone(),
             sequence,
             stored_at,
         };
-        let received = record::received(&place, message.headers.as_ref(), message.payload);
+        let lines = record::lines(message.headers.as_ref());
+        self.lay_out(&place, reply, until, delivered > 1, lines, message.payload);
+    }
+
+    /// One that was fetched as data. The server counts its time since it gave it to a connection that is gone, so a sign of
+    /// life is due at once.
+    fn take_raw(&mut self, raw: Raw) {
+        let until = Instant::now() + self.config.ack_wait / 3;
+        let place = Place {
+            subject: &raw.subject,
+            stream: &self.feed.stream.clone(),
+            sequence: raw.sequence,
+            stored_at: raw.stored_at,
+        };
+        self.lay_out(&place, raw.reply, until, true, raw.headers, raw.payload);
+    }
+
+    fn lay_out(
+        &mut self,
+        place: &Place<'_>,
+        reply: Subject,
+        until: Instant,
+        redelivered: bool,
+        lines: Vec<(String, Bytes)>,
+        payload: Bytes,
+    ) {
+        let Some((lease, wait)) = self.shelf.take_in(place.sequence, reply, until) else {
+            return;
+        };
+        let received = record::received(place, lines, payload);
         let coordinates = received.coordinates.clone();
         let incoming = received.read();
-        let due = incoming
-            .story
-            .due_at
-            .filter(|_| self.feed.is_rung)
-            .map(When::Due);
+        let due = incoming.story.due_at.filter(|_| self.feed.is_rung);
         let item = Item {
             shelf: Arc::clone(&self.shelf),
             lease,
             incoming,
             coordinates,
-            redelivered: delivered > 1,
+            redelivered,
         };
-        match due.or(wait.map(When::After)) {
+        match due.map(When::Due).or(wait.map(When::After)) {
             Some(when) if !when.left().is_zero() => self.held.push((when, item)),
             _ => self.desk.offer(item),
         }
@@ -412,7 +353,7 @@ impl Puller {
     }
 
     /// Asks again after a while, and first whether the consumer is still there, if that is in doubt.
-    fn trouble(&mut self, what: &str, in_doubt: bool) {
+    pub(super) fn trouble(&mut self, what: &str, in_doubt: bool) {
         self.pull = None;
         self.pause = Some(Instant::now() + self.delays.next_delay());
         let Feed {
@@ -439,88 +380,35 @@ impl Puller {
                 self.feed.clone(),
             );
             self.errand = Some(Box::pin(async move {
-                ensure_consumer(&config, &link, &feed).await
+                restore_consumer(&config, link, &feed).await?;
+                Ok(Vec::new())
             }));
         }
     }
 
-    fn checked(&mut self, checked: Result<()>) {
+    fn checked(&mut self, checked: Result<Vec<Raw>>) {
         self.errand = None;
-        if let Err(error) = checked {
-            if error.is_transient() {
+        match checked {
+            Ok(found) => {
+                // Of a consumer that was made anew the server would not know it.
+                self.unconfirmed = None;
+                for raw in found {
+                    self.take_raw(raw);
+                }
+            }
+            Err(error) if error.is_transient() => {
                 self.pause = Some(Instant::now() + self.delays.next_delay());
-                // Asked anew with the next question, which nobody will answer.
-                tracing::warn!(%error, "the consumer could not be checked");
-            } else {
-                self.desk.fail(error);
+                tracing::warn!(%error, "a question about the consumer was not answered");
             }
+            Err(error) => self.desk.fail(error),
         }
-    }
-
-    // ---- The end
-
-    /// Gives back what is held and makes sure that the server knows what was acknowledged.
-    async fn farewell(mut self, until: Instant) -> Result<()> {
-        self.held.clear();
-        self.shelf.close();
-        let result = timeout_at(until, self.say_all()).await;
-        if let Ok(()) = result {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::Timeout,
-            "close",
-            format!(
-                "{} did not confirm what was acknowledged in time",
-                self.link.tried
-            ),
-        ))
-    }
-
-    async fn say_all(&mut self) {
-        let mut changes = self.link.changes();
-        while !self.link.is_connected() {
-            if changes.changed().await.is_err() {
-                return;
-            }
-        }
-        self.send_settled().await;
-        if let Some(reply) = self.unconfirmed.clone() {
-            // The same acknowledgement once more, as a question: the server answers what is acknowledged already, and
-            // its answer stands for all those before.
-            let inbox = format!("{}.c0", self.inbox);
-            let word = Bytes::from_static(ACKNOWLEDGED);
-            let mut asked = false;
-            loop {
-                if !asked {
-                    let client = &self.link.client;
-                    let asking =
-                        client.publish_with_reply(reply.clone(), inbox.clone(), word.clone());
-                    asked = asking.await.is_ok();
-                }
-                tokio::select! {
-                    message = self.subscriber.next() => match message {
-                        Some(message) if message.subject.as_str() == inbox => break,
-                        // It came too late to be delivered.
-                        Some(message) => if let Some(reply) = message.reply {
-                            self.say(reply, Bytes::from_static(RELEASED)).await;
-                        },
-                        None => return,
-                    },
-                    changed = changes.changed() => {
-                        if changed.is_err() {
-                            return;
-                        }
-                        asked = !self.link.is_connected();
-                    }
-                }
-            }
-        }
-        let _ = self.link.client.flush().await;
     }
 }
 
-async fn run_errand(errand: &mut Option<BoxFuture<'static, Result<()>>>) -> Result<()> {
+/// A question, and the messages that came with its answer.
+type Errand = BoxFuture<'static, Result<Vec<Raw>>>;
+
+async fn run_errand(errand: &mut Option<Errand>) -> Result<Vec<Raw>> {
     match errand {
         Some(errand) => errand.await,
         None => std::future::pending().await,

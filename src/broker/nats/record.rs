@@ -13,11 +13,12 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use time::OffsetDateTime;
 
+use super::fit::{Parts, is_servers_own, line_bytes};
 use super::names::{SUBJECT_RULE, is_subject};
 use crate::envelope::{Outgoing, Received};
 use crate::error::{Error, ErrorKind, Result};
 use crate::header_text;
-use crate::headers::{self, Header, Headers};
+use crate::headers::{self, Headers};
 use crate::message::Message;
 use crate::story::{Origin, Story};
 
@@ -25,18 +26,9 @@ use crate::story::{Origin, Story};
 pub(super) const HEADER_BYTES_MAX: usize = 65_000;
 /// What a story may add to a message that was accepted without one, also where all of it must be encoded.
 const STORY_BYTES: usize = 8 * 1_024;
-/// What a header costs besides its name and value: `: ` and the end of the line.
-const LINE_BYTES: usize = 4;
 
 const MESSAGE_ID: &str = "Nats-Msg-Id";
 const EXPECTED_STREAM: &str = "Nats-Expected-Stream";
-
-/// Headers by which a sender gives orders to the server (purge, expire, schedule, ...). None of a user's may act.
-fn is_servers_own(name: &str) -> bool {
-    name.get(..5)
-        .is_some_and(|start| start.eq_ignore_ascii_case("nats-"))
-}
-
 /// Refuses at enqueue what can never be published: a destination that is no subject, and headers that do not fit into
 /// what the server takes, once they are encoded and a story stands beside them.
 pub(super) fn refuse(message: &Message) -> Result<()> {
@@ -95,104 +87,6 @@ pub(super) fn encode(outgoing: &Outgoing, stream: Option<&str>) -> Result<(Heade
     Ok((map, message.payload.clone().unwrap_or_default()))
 }
 
-fn line_bytes((name, value): &(String, String)) -> usize {
-    name.len() + value.len() + LINE_BYTES
-}
-
-/// A message's headers, sorted by how they travel.
-struct Parts {
-    /// What a reader takes as it is.
-    native: Vec<(String, String)>,
-    /// What a reader of ours takes from the encoded header, and others can read here.
-    courtesy: Vec<(String, String)>,
-}
-
-impl Parts {
-    fn of(message: &Message, story: &Story) -> Self {
-        let outgoing = Outgoing {
-            message: bare(message),
-            story: story.clone(),
-        };
-        let envelope = outgoing.to_headers();
-        let encoded = encoded_names(&envelope, &message.headers);
-        let mut parts = Self {
-            native: Vec::new(),
-            courtesy: Vec::new(),
-        };
-        let mut rest = Vec::new();
-        for header in envelope.iter().chain(&message.headers) {
-            let text = native_value(header).map(|value| (header.name.clone(), value.to_owned()));
-            if encoded.contains(header.name.as_str()) {
-                rest.push(header);
-                parts.courtesy.extend(text);
-            } else {
-                parts.native.extend(text);
-            }
-        }
-        if !rest.is_empty() {
-            let name = headers::ENCODED_HEADERS.to_owned();
-            parts.native.push((name, header_text::encode(rest)));
-        }
-        if let Some(key) = &message.key {
-            parts
-                .native
-                .push((headers::KEY.to_owned(), STANDARD.encode(key)));
-        }
-        if message.payload.is_none() {
-            parts
-                .native
-                .push((headers::NULL_PAYLOAD.to_owned(), "true".to_owned()));
-        }
-        parts
-    }
-
-    fn least_bytes(&self) -> usize {
-        self.native.iter().map(line_bytes).sum()
-    }
-}
-
-/// The message with its envelope only.
-fn bare(message: &Message) -> Message {
-    let mut bare = Message::existing(
-        message.id.clone(),
-        String::new(),
-        message.event_type.clone(),
-        message.occurred_at,
-    );
-    bare.content_type.clone_from(&message.content_type);
-    bare.version = message.version;
-    bare.trace.clone_from(&message.trace);
-    bare
-}
-
-/// The names whose headers must be encoded; of each such name all are, so that a reader can leave the native ones alone.
-fn encoded_names<'a>(envelope: &'a Headers, users: &'a Headers) -> BTreeSet<&'a str> {
-    let first = users.iter().next();
-    // Several names of the user's have an order among each other, which a server's clients do not keep.
-    let ordered = users
-        .iter()
-        .any(|header| Some(&header.name) != first.map(|f| &f.name));
-    let reserved = |header: &Header| headers::is_reserved(&header.name);
-    let users = users
-        .iter()
-        .filter(|header| ordered || reserved(header) || native_value(header).is_none());
-    let envelope = envelope
-        .iter()
-        .filter(|header| native_value(header).is_none());
-    envelope
-        .chain(users)
-        .map(|header| header.name.as_str())
-        .collect()
-}
-
-/// The value as it can stand in a header line and be read back equal.
-fn native_value(header: &Header) -> Option<&str> {
-    let value = std::str::from_utf8(header.value.as_ref()?).ok()?;
-    let plain = value.trim() == value && !value.chars().any(|c| c.is_control() && c != '\t');
-    let named = HeaderName::from_str(&header.name).is_ok() && !is_servers_own(&header.name);
-    (plain && named).then_some(value)
-}
-
 /// What the server compares to find repetitions. A copy for a rung, for the dead letters or by a redrive has another one
 /// than its original: within the window the server would answer such a copy with a confirmation and drop it.
 fn deduplication_id(Outgoing { message, story }: &Outgoing) -> String {
@@ -227,28 +121,41 @@ pub(super) struct Place<'a> {
     pub(super) stored_at: OffsetDateTime,
 }
 
-/// Reads a message. Never fails: what is broken stays with the user's headers.
-pub(super) fn received(place: &Place<'_>, map: Option<&HeaderMap>, payload: Bytes) -> Received {
-    let mut natives: Vec<(&str, &str)> = map
+/// The header lines that the client read, in an order that is always the same; it keeps none of names.
+pub(super) fn lines(map: Option<&HeaderMap>) -> Vec<(String, Bytes)> {
+    let mut lines: Vec<(String, Bytes)> = map
         .into_iter()
         .flat_map(HeaderMap::iter)
         .flat_map(|(name, values)| {
             let name: &str = name.as_ref();
-            values.iter().map(move |value| (name, value.as_str()))
+            let line = move |value: &HeaderValue| {
+                let value = Bytes::copy_from_slice(value.as_str().as_bytes());
+                (name.to_owned(), value)
+            };
+            values.iter().map(line)
         })
         .collect();
-    // The client keeps no order of names; this one is at least always the same. Values of a name stay in theirs.
-    natives.sort_by_key(|(name, _)| *name);
+    // Values of a name stay in their order.
+    lines.sort_by(|(a, _), (b, _)| a.cmp(b));
+    lines
+}
+
+/// Reads a message. Never fails: what is broken stays with the user's headers.
+pub(super) fn received(
+    place: &Place<'_>,
+    mut lines: Vec<(String, Bytes)>,
+    payload: Bytes,
+) -> Received {
     let mut fields = Fields::default();
-    natives.retain(|(name, value)| {
+    lines.retain(|(name, value)| {
         !is_servers_own(name) && !fields.take(name, value, payload.is_empty())
     });
     let decoded = fields.decoded.unwrap_or_default();
     let names: BTreeSet<&str> = decoded.iter().map(|header| header.name.as_str()).collect();
     let mut all = Headers::new();
-    for (name, value) in natives {
-        if !names.contains(name) {
-            all.push(name, value.to_owned());
+    for (name, value) in lines {
+        if !names.contains(name.as_str()) {
+            all.push(name, value);
         }
     }
     for header in &decoded {
@@ -277,10 +184,10 @@ struct Fields {
 
 impl Fields {
     /// Whether the header is one of ours and well-formed; the first of each is taken.
-    fn take(&mut self, name: &str, value: &str, empty: bool) -> bool {
+    fn take(&mut self, name: &str, value: &[u8], empty: bool) -> bool {
         match name {
             headers::ENCODED_HEADERS if self.decoded.is_none() => {
-                self.decoded = header_text::decode(value.as_bytes());
+                self.decoded = header_text::decode(value);
                 self.decoded.is_some()
             }
             headers::KEY if self.key.is_none() => {
@@ -347,7 +254,7 @@ mod tests {
 
     fn round_trip(outgoing: &Outgoing) -> crate::envelope::Incoming {
         let (map, body) = encode(outgoing, Some("ORDERS")).unwrap();
-        received(&place(), Some(&over_the_wire(&map)), body).read()
+        received(&place(), lines(Some(&over_the_wire(&map))), body).read()
     }
 
     fn value(map: &HeaderMap, name: &str) -> Option<String> {
@@ -455,7 +362,7 @@ mod tests {
                 HeaderValue::from_str(text).unwrap(),
             );
         }
-        let read = received(&place(), Some(&map), "body".into()).read();
+        let read = received(&place(), lines(Some(&map)), "body".into()).read();
         assert_eq!(read.message.id.as_str(), "m-1");
         assert_eq!(read.message.key, None);
         assert_eq!(read.message.payload.as_deref(), Some(&b"body"[..]));
@@ -470,7 +377,7 @@ mod tests {
         let copy = round_trip(&read.message.clone().into());
         assert_eq!(copy.message.headers, read.message.headers);
 
-        let bare = received(&place(), None, Bytes::new()).read();
+        let bare = received(&place(), lines(None), Bytes::new()).read();
         assert!(bare.id_missing);
         assert_eq!(bare.message.id.as_str(), "orders/ORDERS/7");
         assert_eq!(bare.message.payload, Some(Bytes::new()));

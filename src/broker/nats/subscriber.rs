@@ -9,10 +9,12 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::config::NatsConfig;
-use super::desk::{Desk, Shelf};
+use super::desk::Desk;
 use super::link::Link;
 use super::puller::Puller;
-use super::topology::{self, Warnings};
+use super::shelf::Shelf;
+use super::topology;
+use super::warnings::Warnings;
 use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest};
 use crate::error::{Error, ErrorKind, Result};
 

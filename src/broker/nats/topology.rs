@@ -1,101 +1,21 @@
-//! Streams and durable consumers: what must be there, what is made, and what is checked.
+//! What a request needs: looked at, made, and verified.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::jetstream::ErrorCode as Code;
-use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, pull};
-use async_nats::jetstream::context::{
-    ConsumerInfoErrorKind, GetStreamByNameErrorKind, GetStreamErrorKind,
-};
-use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy};
-use tokio::time::timeout;
+use async_nats::jetstream::stream::{self, RetentionPolicy};
 
-use super::config::NatsConfig;
-use super::error::{mapped, server_error};
+use super::config::{Alias, NatsConfig};
+use super::durable::{Feed, ensure_consumer};
 use super::link::Link;
-use super::names::{self, STREAM_RULE, SUBJECT_RULE, is_stream_name, is_subject, matches};
+use super::names::{self, STREAM_RULE, SUBJECT_RULE, is_stream_name, is_subject};
+use super::streams::{create, stream_by_subject, stream_info, unlimited};
+use super::warnings::{Warnings, warn_of_settings};
 use crate::broker::{SubscriptionRequest, TopologyMode};
 use crate::error::{Error, ErrorKind, Result};
 
 const OPERATION: &str = "subscribe";
-/// Below this a hiccup of the network already looks like a dead member.
-const ACK_WAIT_SOUND: Duration = Duration::from_secs(2);
-/// Most warnings kept.
-const WARNINGS_MAX: usize = 256;
-/// Two consumers of one work queue would each need a part of it for themselves.
-const WORK_QUEUE_TAKEN: [u64; 2] = [10_099, 10_100];
-
-/// What a durable consumer gives us.
-#[derive(Debug, Clone)]
-pub(super) struct Feed {
-    /// The name by which the request asked for it.
-    pub(super) source: String,
-    pub(super) stream: String,
-    pub(super) durable: String,
-    /// Patterns of its subjects; none means all of the stream's.
-    pub(super) filters: Vec<String>,
-    pub(super) is_rung: bool,
-    /// Whether the server is asked about it at all.
-    pub(super) checked: bool,
-}
-
-/// What is not wrong and still likely to lose or repeat messages.
-#[derive(Default)]
-pub(super) struct Warnings(Mutex<BTreeSet<String>>);
-
-impl Warnings {
-    pub(super) fn all(&self) -> Vec<String> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().cloned().collect()
-    }
-
-    /// Each is told once.
-    pub(super) fn add(&self, warning: String) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if all.len() < WARNINGS_MAX && all.insert(warning.clone()) {
-            tracing::warn!("{warning}");
-        }
-    }
-
-    /// What its settings do to messages of ours.
-    pub(super) fn about_stream(&self, config: &NatsConfig, settings: &stream::Config) {
-        for warning in stream_warnings(settings, config.resend_horizon) {
-            self.add(warning);
-        }
-    }
-}
-
-fn stream_warnings(settings: &stream::Config, horizon: Duration) -> Vec<String> {
-    let name = &settings.name;
-    let mut warnings = Vec::new();
-    let limits: Vec<&str> = [
-        ("max_msgs", settings.max_messages > 0),
-        ("max_bytes", settings.max_bytes > 0),
-        (
-            "max_msgs_per_subject",
-            settings.max_messages_per_subject > 0,
-        ),
-    ]
-    .into_iter()
-    .filter_map(|(limit, set)| set.then_some(limit))
-    .collect();
-    if settings.discard == DiscardPolicy::Old && !limits.is_empty() {
-        let limits = limits.join(", ");
-        warnings.push(format!(
-            "stream {name} drops its oldest messages unread once {limits} is reached (discard: old)"
-        ));
-    }
-    if !settings.duplicate_window.is_zero() && settings.duplicate_window < horizon {
-        warnings.push(format!(
-            "stream {name} forgets ids after {:?}, before a relay stops sending again ({horizon:?}): it may store a \
-             message twice",
-            settings.duplicate_window
-        ));
-    }
-    warnings
-}
 
 /// Looks at the names of a request, before anything is asked.
 pub(super) fn check(config: &NatsConfig, request: &SubscriptionRequest) -> Result<()> {
@@ -132,7 +52,7 @@ pub(super) fn check(config: &NatsConfig, request: &SubscriptionRequest) -> Resul
     Ok(())
 }
 
-fn alias<'a>(config: &'a NatsConfig, source: &str) -> Option<&'a super::config::Alias> {
+fn alias<'a>(config: &'a NatsConfig, source: &str) -> Option<&'a Alias> {
     config.aliases.iter().find(|alias| alias.name == source)
 }
 
@@ -208,10 +128,9 @@ pub(super) async fn prepare(
             .stream
             .clone()
             .unwrap_or_else(|| names::stream_of(&own.destination));
-        let settings = settings(link, &name).await?;
-        if let Some(settings) = &settings {
-            verify(own, &sources, &feeds, settings)?;
-            warnings.about_stream(config, settings);
+        if let Some(info) = stream_info(link, OPERATION, &name).await? {
+            verify(own, &sources, &feeds, &info.config)?;
+            warnings.about_stream(config, &info);
         }
         if own.is_rung {
             feeds.push(feed_of_rung(consumer, &own.destination, name));
@@ -236,22 +155,6 @@ pub(super) async fn prepare(
     }
     Ok(feeds)
 }
-
-fn warn_of_settings(config: &NatsConfig, warnings: &Warnings, request: &SubscriptionRequest) {
-    if config.ack_pending_max < request.in_flight_max {
-        warnings.add(format!(
-            "ack_pending_max ({}) is below in_flight_max ({}) of consumer {}",
-            config.ack_pending_max, request.in_flight_max, request.consumer
-        ));
-    }
-    if config.ack_wait < ACK_WAIT_SOUND {
-        warnings.add(format!(
-            "ack_wait ({:?}) is below {ACK_WAIT_SOUND:?}: a short hiccup delivers messages twice",
-            config.ack_wait
-        ));
-    }
-}
-
 /// The streams of the sources.
 async fn sources(
     link: &Link,
@@ -263,17 +166,9 @@ async fn sources(
     let mut found = Vec::new();
     let mut missing = BTreeSet::new();
     for feed in feeds {
-        match stream_info(link, &feed.stream).await? {
+        match stream_info(link, OPERATION, &feed.stream).await? {
             Some(info) => {
-                warnings.about_stream(config, &info.config);
-                if info.config.retention == RetentionPolicy::Interest
-                    && info.state.consumer_count == 0
-                {
-                    warnings.add(format!(
-                        "stream {} keeps only what a consumer asks for, and had none before {}",
-                        feed.stream, request.consumer
-                    ));
-                }
+                warnings.about_stream(config, &info);
                 found.push(info);
             }
             None => drop(missing.insert(feed.stream.clone())),
@@ -358,11 +253,9 @@ fn verify(
     settings: &stream::Config,
 ) -> Result<()> {
     let destination = own.destination.as_str();
-    let delivered = feeds.iter().filter(|feed| !feed.is_rung).any(|feed| {
-        let mut filters = feed.filters.iter();
-        feed.stream == settings.name
-            && (feed.filters.is_empty() || filters.any(|filter| matches(filter, destination)))
-    });
+    let delivered = feeds
+        .iter()
+        .any(|feed| !feed.is_rung && feed.stream == settings.name && feed.takes(destination));
     let alone = settings.subjects == [destination];
     if delivered || (own.is_rung && !alone) {
         return Err(overlap(destination, settings));
@@ -417,283 +310,6 @@ async fn make(config: &NatsConfig, link: &Link, own: &Own, replicas: usize) -> R
     };
     create(link, OPERATION, settings).await
 }
-
-/// File storage without limits, and should somebody set one: it refuses what is new and never drops what it has.
-fn unlimited() -> stream::Config {
-    stream::Config {
-        max_messages: -1,
-        max_messages_per_subject: -1,
-        max_bytes: -1,
-        max_consumers: -1,
-        discard: DiscardPolicy::New,
-        num_replicas: 1,
-        ..stream::Config::default()
-    }
-}
-
-/// Makes a stream for sources. One that is there already is left as it is.
-pub(super) async fn make_source(link: &Link, name: &str, subjects: Vec<String>) -> Result<()> {
-    if !is_stream_name(name) {
-        return Err(Error::configuration("stream", STREAM_RULE, name));
-    }
-    let settings = stream::Config {
-        name: name.to_owned(),
-        subjects,
-        ..unlimited()
-    };
-    create(link, "create stream", settings).await
-}
-
-async fn create(link: &Link, operation: &'static str, settings: stream::Config) -> Result<()> {
-    let name = settings.name.clone();
-    let subjects = settings.subjects.join(", ");
-    let error = match timeout(link.answer_deadline, link.context.create_stream(settings)).await {
-        Ok(Ok(_)) => return Ok(()),
-        Ok(Err(error)) => error,
-        Err(_elapsed) => return Err(unanswered(link, operation)),
-    };
-    match server_error(&error).map(|refusal| refusal.error_code()) {
-        // Another member was faster, or it was made with other settings: it is left as it is.
-        Some(Code::STREAM_NAME_EXIST) => Ok(()),
-        Some(Code::STREAM_SUBJECT_OVERLAP) => {
-            let limit = format!("subjects that no other stream holds, for stream {name}");
-            Err(Error::configuration("destination", limit, subjects))
-        }
-        Some(_) => Err(mapped(
-            ErrorKind::Rejected,
-            operation,
-            &format!("stream {name} could not be made"),
-            error,
-        )),
-        None => Err(mapped(
-            ErrorKind::Unavailable,
-            operation,
-            &format!("stream {name} could not be made"),
-            error,
-        )),
-    }
-}
-
-fn unanswered(link: &Link, operation: &'static str) -> Error {
-    let detail = format!(
-        "no answer of {} within {:?}",
-        link.tried, link.answer_deadline
-    );
-    Error::new(ErrorKind::Unavailable, operation, detail)
-}
-
-/// A stream's settings and state; nothing if there is none.
-pub(super) async fn stream_info(link: &Link, name: &str) -> Result<Option<stream::Info>> {
-    let error = match timeout(link.answer_deadline, link.context.get_stream(name)).await {
-        Ok(Ok(stream)) => return Ok(Some(stream.cached_info().clone())),
-        Ok(Err(error)) => error,
-        Err(_elapsed) => return Err(unanswered(link, OPERATION)),
-    };
-    match error.kind() {
-        GetStreamErrorKind::InvalidStreamName | GetStreamErrorKind::EmptyName => Ok(None),
-        GetStreamErrorKind::JetStream(refusal)
-            if refusal.error_code() == Code::STREAM_NOT_FOUND || refusal.code() == 404 =>
-        {
-            Ok(None)
-        }
-        _ => {
-            let detail = format!("stream {name} could not be looked at");
-            Err(mapped(ErrorKind::Unavailable, OPERATION, &detail, error))
-        }
-    }
-}
-
-async fn settings(link: &Link, name: &str) -> Result<Option<stream::Config>> {
-    Ok(stream_info(link, name).await?.map(|info| info.config))
-}
-
-/// The stream that holds this subject.
-pub(super) async fn stream_by_subject(
-    link: &Link,
-    operation: &'static str,
-    subject: &str,
-) -> Result<Option<String>> {
-    if !is_subject(subject) {
-        return Ok(None);
-    }
-    match timeout(
-        link.answer_deadline,
-        link.context.stream_by_subject(subject),
-    )
-    .await
-    {
-        Ok(Ok(name)) => Ok(Some(name)),
-        Ok(Err(error)) if error.kind() == GetStreamByNameErrorKind::NotFound => Ok(None),
-        Ok(Err(error)) => {
-            let detail = format!("which stream holds {subject} is not known");
-            Err(mapped(ErrorKind::Unavailable, operation, &detail, error))
-        }
-        Err(_elapsed) => Err(unanswered(link, operation)),
-    }
-}
-
-/// A durable consumer as it is now; nothing if there is none.
-pub(super) async fn consumer_info(
-    link: &Link,
-    operation: &'static str,
-    stream: &str,
-    durable: &str,
-) -> Result<Option<consumer::Info>> {
-    let asked = async {
-        let stream = match link.context.get_stream_no_info(stream).await {
-            Ok(stream) => stream,
-            Err(error) => return Err(error.to_string()),
-        };
-        match stream.consumer_info(durable).await {
-            Ok(info) => Ok(Some(info)),
-            Err(error) if error.kind() == ConsumerInfoErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error.to_string()),
-        }
-    };
-    match timeout(link.answer_deadline, asked).await {
-        Ok(Ok(info)) => Ok(info),
-        Ok(Err(text)) => {
-            let detail =
-                format!("consumer {durable} of stream {stream} could not be looked at: {text}");
-            Err(Error::new(ErrorKind::Unavailable, operation, detail))
-        }
-        Err(_elapsed) => Err(unanswered(link, operation)),
-    }
-}
-
-/// Finds a durable consumer as it must be, or makes it.
-///
-/// It is made in [`TopologyMode::Verify`] too: it is this consumer's place in the stream, as a group's offsets are
-/// elsewhere, and no part of what others share.
-///
-/// # Errors
-/// [`Configuration`](ErrorKind::Configuration) for one with other settings, naming both values; transient ones for all
-/// that may pass.
-pub(super) async fn ensure_consumer(
-    config: &NatsConfig,
-    link: &Arc<Link>,
-    feed: &Feed,
-) -> Result<()> {
-    let Feed {
-        stream, durable, ..
-    } = feed;
-    if !feed.checked {
-        return Ok(());
-    }
-    if let Some(info) = consumer_info(link, OPERATION, stream, durable).await? {
-        return verify_consumer(config, feed, &info);
-    }
-    let made = async {
-        let stream = link.context.get_stream_no_info(stream).await;
-        let stream = stream.map_err(|error| (None, error.to_string()))?;
-        let made = stream.create_consumer(consumer_config(config, feed)).await;
-        made.map(drop).map_err(|error| {
-            let code = server_error(&error).map(|refusal| refusal.error_code().0);
-            (code, error.to_string())
-        })
-    };
-    let (code, text) = match timeout(link.answer_deadline, made).await {
-        Ok(Ok(())) => return Ok(()),
-        Ok(Err(refusal)) => refusal,
-        Err(_elapsed) => return Err(unanswered(link, OPERATION)),
-    };
-    if code.is_some_and(|code| WORK_QUEUE_TAKEN.contains(&code)) {
-        return Err(Error::configuration(
-            "destination",
-            format!(
-                "a rung of one consumer alone ({text}); name the consumer in the template of the ladder"
-            ),
-            &feed.source,
-        ));
-    }
-    let detail = format!("consumer {durable} of stream {stream} could not be made: {text}");
-    Err(Error::new(ErrorKind::Unavailable, OPERATION, detail))
-}
-
-fn consumer_config(config: &NatsConfig, feed: &Feed) -> pull::Config {
-    let mut settings = pull::Config {
-        durable_name: Some(feed.durable.clone()),
-        ack_policy: AckPolicy::Explicit,
-        deliver_policy: DeliverPolicy::All,
-        ack_wait: config.ack_wait,
-        max_ack_pending: i64::try_from(config.ack_pending_max).unwrap_or(i64::MAX),
-        // Attempts are counted by the consumer: at a limit of its own the server would deliver no more and tell nobody.
-        max_deliver: -1,
-        ..pull::Config::default()
-    };
-    match feed.filters.as_slice() {
-        [] => {}
-        [filter] => settings.filter_subject.clone_from(filter),
-        several => settings.filter_subjects = several.to_vec(),
-    }
-    settings
-}
-
-fn verify_consumer(config: &NatsConfig, feed: &Feed, info: &consumer::Info) -> Result<()> {
-    let found = &info.config;
-    let wanted = consumer_config(config, feed);
-    let name = format!("consumer {} of stream {}", feed.durable, feed.stream);
-    let filters = |one: &str, several: &[String]| -> BTreeSet<String> {
-        let one = Some(one.to_owned()).filter(|one| !one.is_empty());
-        one.into_iter().chain(several.iter().cloned()).collect()
-    };
-    let wanted_filters = filters(&wanted.filter_subject, &wanted.filter_subjects);
-    let found_filters = filters(&found.filter_subject, &found.filter_subjects);
-    let pairs = [
-        (
-            "kind",
-            "pull".to_owned(),
-            if found.deliver_subject.is_some() {
-                "push"
-            } else {
-                "pull"
-            }
-            .to_owned(),
-        ),
-        (
-            "ack_policy",
-            format!("{:?}", wanted.ack_policy),
-            format!("{:?}", found.ack_policy),
-        ),
-        (
-            "deliver_policy",
-            format!("{:?}", wanted.deliver_policy),
-            format!("{:?}", found.deliver_policy),
-        ),
-        (
-            "ack_wait",
-            format!("{:?}", wanted.ack_wait),
-            format!("{:?}", found.ack_wait),
-        ),
-        (
-            "max_ack_pending",
-            wanted.max_ack_pending.to_string(),
-            found.max_ack_pending.to_string(),
-        ),
-        (
-            "max_deliver",
-            wanted.max_deliver.to_string(),
-            found.max_deliver.to_string(),
-        ),
-        ("backoff", "[]".to_owned(), format!("{:?}", found.backoff)),
-        (
-            "filter_subjects",
-            format!("{wanted_filters:?}"),
-            format!("{found_filters:?}"),
-        ),
-    ];
-    for (field, wanted, found) in pairs {
-        if wanted != found {
-            return Err(Error::configuration(
-                field,
-                format!("{wanted} for {name}"),
-                found,
-            ));
-        }
-    }
-    Ok(())
-}
-
 /// Whether a server of this version knows more than one filter; older ones ignore the field, which would deliver all.
 fn is_from_2_10(version: &str) -> bool {
     let mut parts = version
@@ -717,30 +333,6 @@ mod tests {
         ] {
             assert_eq!(is_from_2_10(version), knows, "{version}");
         }
-    }
-
-    #[test]
-    fn what_drops_or_repeats_messages_is_warned_about() {
-        let horizon = Duration::from_secs(120);
-        let mut settings = stream::Config {
-            name: "S".into(),
-            duplicate_window: horizon,
-            ..unlimited()
-        };
-        assert!(stream_warnings(&settings, horizon).is_empty());
-        settings.max_messages = 10;
-        assert!(
-            stream_warnings(&settings, horizon).is_empty(),
-            "it refuses what is new"
-        );
-        settings.discard = DiscardPolicy::Old;
-        settings.duplicate_window = Duration::from_secs(1);
-        let warnings = stream_warnings(&settings, horizon);
-        assert_eq!(warnings.len(), 2);
-        assert!(
-            warnings.iter().any(|text| text.contains("max_msgs")),
-            "{warnings:?}"
-        );
     }
 
     #[test]

@@ -1,16 +1,13 @@
-//! One member in awkward moments: what comes back, what was there before, what nobody can read.
+//! One member in awkward moments: partitions that go and come back, names, sessions, waits.
 
-use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
+use rdkafka::consumer::Consumer as _;
+use rdkafka::mocking::MockCluster;
+use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Assignor, Kafka};
-use relaybox::broker::{ConnectionState, Rung, Subscriber};
-use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
-use relaybox::envelope::Incoming;
-use relaybox::ladder::Ladder;
-use relaybox::store::sqlite::SqliteStore;
+use relaybox::broker::{ConnectionState, Rung, Subscriber, TopologyMode};
 use relaybox::testing::eventually;
 use relaybox_testcontainers::{shared_kafka, unique_name};
-use sqlx::SqliteConnection;
 
 use super::*;
 
@@ -22,108 +19,6 @@ const ASSIGNORS: [Assignor; 3] = [
 
 fn partition(delivery: &Delivery) -> String {
     delivery.coordinates.partition.clone().unwrap()
-}
-
-async fn with(change: impl FnOnce(KafkaConfig) -> KafkaConfig) -> Kafka {
-    let config = config(&shared_kafka().await.brokers());
-    Kafka::connect(change(config)).await.unwrap()
-}
-
-/// The name of a header in bytes that are no UTF-8: the client panics over it.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_header_name_that_is_no_text_stops_nobody() {
-    let kafka = connect().await;
-    let topic = topic("no_text", 1).await;
-    let (broker, named) = (shared_kafka().await.brokers(), topic.clone());
-    let produce = move || raw::produce(&broker, &named, (&[0xff, 0xfe], b"v"), b"odd");
-    tokio::task::spawn_blocking(produce).await.unwrap();
-    publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
-    let mut subscription = kafka.subscribe(request("no_text", &topic)).await.unwrap();
-    let received = receive(&mut subscription, 2).await;
-    assert_eq!(text(&received[0]), "odd");
-    assert_eq!(text(&received[1]), "0");
-    let odd = &received[0].incoming;
-    let names: Vec<&str> = odd.message.headers.iter().map(|h| &*h.name).collect();
-    assert_eq!(names, ["\u{fffd}"]);
-    assert!(odd.id_missing);
-    for delivery in received {
-        acknowledge(delivery).await;
-    }
-    subscription.close(10 * SECOND).await.unwrap();
-}
-
-/// Markers of transactions have offsets, and what was rolled back is nobody's message.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn offsets_without_a_message_hold_nothing_up() {
-    let topic = topic("markers", 1).await;
-    let brokers = shared_kafka().await.brokers();
-    let named = topic.clone();
-    let transactions = move || {
-        let producer: ThreadedProducer<DefaultProducerContext> = ClientConfig::new()
-            .set("bootstrap.servers", &brokers)
-            .set("transactional.id", unique_name("markers"))
-            .create()
-            .unwrap();
-        producer.init_transactions(30 * SECOND).unwrap();
-        for n in 0..6 {
-            producer.begin_transaction().unwrap();
-            let payload = n.to_string();
-            let record = BaseRecord::to(&named).key("k").payload(&payload);
-            producer.send(record).map_err(|(error, _)| error).unwrap();
-            producer.flush(30 * SECOND).unwrap();
-            match n % 2 {
-                0 => producer.commit_transaction(30 * SECOND).unwrap(),
-                _ => producer.abort_transaction(30 * SECOND).unwrap(),
-            }
-        }
-    };
-    tokio::task::spawn_blocking(transactions).await.unwrap();
-    let kafka = connect().await;
-    let consumer = unique_name("markers");
-    let depth = kafka.depth(&topic).await.unwrap();
-    assert_eq!(depth.messages, 12, "counted in offsets");
-    assert!(depth.oldest.is_some());
-    let mut subscription = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
-    let mut numbers = Vec::new();
-    for delivery in receive(&mut subscription, 3).await {
-        numbers.push(text(&delivery));
-        acknowledge(delivery).await;
-    }
-    assert_eq!(numbers, ["0", "2", "4"]);
-    subscription.close(10 * SECOND).await.unwrap();
-    // Behind the last message are its marker, a message that was rolled back, and a marker.
-    let lag = kafka.lag(&consumer, &topic).await.unwrap();
-    assert_eq!((lag.messages, lag.oldest), (0, None));
-    let mut again = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
-    publish_all(&kafka, &numbered(&topic, "k", 6..7)).await;
-    assert_eq!(text(&receive(&mut again, 1).await[0]), "6");
-    again.close(10 * SECOND).await.unwrap();
-}
-
-/// A rung is idle for days, and a broker forgets what a group committed there.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_waited_on_a_rung_before_the_group_knew_it_is_delivered() {
-    let kafka = connect().await;
-    let source = topic("quiet", 1).await;
-    let rung = topic("quiet_retry", 3).await;
-    let batch: Vec<_> = (0..3)
-        .map(|n| message(&rung, &format!("k{n}"), n.to_string()))
-        .collect();
-    publish_all(&kafka, &batch).await;
-    let mut asked = request(&unique_name("quiet"), &source);
-    asked.rungs = vec![Rung {
-        destination: rung.clone(),
-        delay: SECOND,
-        source: source.clone(),
-    }];
-    let mut subscription = kafka.subscribe(asked).await.unwrap();
-    let deliveries = receive(&mut subscription, 3).await;
-    let mut numbers: Vec<String> = deliveries.iter().map(text).collect();
-    numbers.sort();
-    assert_eq!(numbers, ["0", "1", "2"]);
-    assert!(deliveries.iter().all(|delivery| delivery.source == rung));
-    drop(deliveries);
-    subscription.close(10 * SECOND).await.unwrap();
 }
 
 /// Full, so that everything is paused; then a partition goes to another member and comes back.
@@ -280,6 +175,13 @@ async fn a_static_member_that_restarts_finds_its_partitions_and_moves_none() {
     })
     .await;
     second.close(10 * SECOND).await.unwrap();
+    let (brokers, group) = (shared_kafka().await.brokers(), consumer.clone());
+    let ask = move || {
+        let groups = client(&brokers).fetch_group_list(Some(&group), 10 * SECOND);
+        groups.unwrap().groups()[0].members().len()
+    };
+    let members = tokio::task::spawn_blocking(ask).await.unwrap();
+    assert_eq!(members, 2, "the one that is away is still a member");
     send(1_000).await;
     let mut second = b.subscribe(request(&consumer, &topic)).await.unwrap();
     let deliveries = receive(&mut second, 1).await;
@@ -323,66 +225,72 @@ async fn of_two_members_with_one_name_the_older_ends_with_an_error() {
     second.close(10 * SECOND).await.unwrap();
 }
 
-async fn fail(_: &(), _: &mut SqliteConnection, _: &Incoming) -> Outcome {
-    Outcome::Permanent(Failure::new("never"))
-}
-
-/// A dead letter goes where its key belongs, whatever partition it came from.
+/// The group's own bounds are known to nobody before it refuses.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn dead_letters_of_many_partitions_fit_into_one() {
-    const LETTERS: i64 = 100;
-    let kafka = connect().await;
-    let server = shared_kafka().await;
-    let (source, consumer) = (topic("many", 12).await, unique_name("few"));
-    let dead = format!("{source}.{consumer}.DLQ");
-    let settings = [("max.message.bytes", "2000000")];
-    server
-        .create_topic_named(&dead, 1, &settings)
+async fn a_session_that_the_group_refuses_ends_with_the_settings_name() {
+    let cluster = MockCluster::new(1).unwrap();
+    cluster.create_topic("orders", 1, 1).unwrap();
+    let refused = RDKafkaRespErr::RD_KAFKA_RESP_ERR_INVALID_SESSION_TIMEOUT;
+    cluster.request_errors(RDKafkaApiKey::JoinGroup, &[refused]);
+    let kafka = Kafka::connect(config(&cluster.bootstrap_servers()))
         .await
         .unwrap();
-    let batch: Vec<_> = (0..LETTERS)
-        .map(|n| message(&source, &format!("k{n}"), "x"))
-        .collect();
-    publish_all(&kafka, &batch).await;
-    let places: BTreeMap<String, (i32, usize)> = log(server.brokers(), source.clone())
-        .await
-        .into_iter()
-        .flat_map(|(partition, records)| {
-            let at = records.into_iter().enumerate();
-            at.map(move |(offset, (_, _, id))| (id, (partition, offset)))
-        })
-        .collect();
-    assert!(places.values().any(|(partition, _)| *partition == 11));
-    let directory = tempfile::tempdir().unwrap();
-    let store = SqliteStore::connect(directory.path().join("few.db"))
-        .await
-        .unwrap();
-    store.migrate().await.unwrap();
-    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let running = Consumer::new(&consumer, &source, kafka.clone(), store)
-        .with_ladder(Ladder::none())
-        .run_until(handler_fn((), fail), async {
-            let _ = stopped.await;
-        });
-    let running = tokio::spawn(running);
-    eventually(60 * SECOND, "all are dead", || async {
-        server.topic_end_offsets(&dead).await.unwrap() == [LETTERS]
+    let mut asked = request("refused", "orders");
+    asked.topology = TopologyMode::Unchecked;
+    let mut subscription = kafka.subscribe(asked).await.unwrap();
+    let error = within(60 * SECOND, "an end", async {
+        loop {
+            match subscription.receive(1).await {
+                Err(error) if !error.is_transient() => return error,
+                _ => {}
+            }
+        }
     })
     .await;
-    stop.send(()).unwrap();
-    running.await.unwrap().unwrap();
-    let mut letters = kafka
-        .subscribe(request(&unique_name("letters"), &dead))
-        .await
-        .unwrap();
-    for delivery in receive(&mut letters, LETTERS as usize).await {
-        let incoming = &delivery.incoming;
-        let (partition, offset) = places[incoming.message.id.as_str()];
-        let origin = incoming.story.origin.clone().unwrap();
-        assert_eq!(origin.topic, source);
-        assert_eq!(origin.partition, Some(partition.to_string()));
-        assert_eq!(origin.offset, Some(offset.to_string()));
-        acknowledge(delivery).await;
+    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+    assert_eq!(error.violation().unwrap().field, "session_timeout");
+}
+
+/// A wait is no silence: the group goes on hearing from the member, and other partitions go on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wait_on_a_rung_longer_than_the_poll_interval_costs_no_membership() {
+    let delay = 7 * SECOND;
+    let kafka = with(|c| {
+        c.with_session_timeout(2 * SECOND)
+            .with_poll_interval_max(3 * SECOND)
+            .with_drain_deadline(SECOND)
+    })
+    .await;
+    let source = topic("patient", 1).await;
+    let rung = format!("{source}.retry");
+    let mut asked = request(&unique_name("patient"), &source);
+    asked.rungs = vec![Rung {
+        destination: rung.clone(),
+        delay,
+        source: source.clone(),
+    }];
+    let mut subscription = kafka.subscribe(asked).await.unwrap();
+    let due = time::OffsetDateTime::now_utc() + delay;
+    let mut late = message(&rung, "late", "late");
+    late.story = late.story.due(due);
+    publish_all(&kafka, &[late]).await;
+    publish_all(&kafka, &numbered(&source, "k", 0..1)).await;
+    // In work for as long as the other waits: after a rebalance it would be nobody's.
+    let held = receive(&mut subscription, 1).await.remove(0);
+    assert_eq!(text(&held), "0");
+    let mut seen = Vec::new();
+    for n in 1.. {
+        publish_all(&kafka, &numbered(&source, "other", n..n + 1)).await;
+        let next = receive(&mut subscription, 1).await.remove(0);
+        seen.push(text(&next));
+        acknowledge(next).await;
+        if seen.last().is_some_and(|last| last == "late") {
+            break;
+        }
     }
-    letters.close(10 * SECOND).await.unwrap();
+    assert!(time::OffsetDateTime::now_utc() >= due);
+    assert!(seen.len() > 1, "the source went on: {seen:?}");
+    assert!(held.receipt.is_current(), "nothing was taken away");
+    acknowledge(held).await;
+    subscription.close(10 * SECOND).await.unwrap();
 }

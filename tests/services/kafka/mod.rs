@@ -1,12 +1,14 @@
 //! Kafka itself: what only a real broker shows.
 
 mod consuming;
+mod contents;
 mod faults;
 mod interop;
 mod membership;
 mod publishing;
 mod raw;
 mod rebalancing;
+mod refusals;
 mod security;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -35,6 +37,11 @@ pub async fn connect() -> Kafka {
     Kafka::connect(config(&shared_kafka().await.brokers()))
         .await
         .unwrap()
+}
+
+pub async fn with(change: impl FnOnce(KafkaConfig) -> KafkaConfig) -> Kafka {
+    let config = config(&shared_kafka().await.brokers());
+    Kafka::connect(change(config)).await.unwrap()
 }
 
 pub async fn topic(prefix: &str, partitions: i32) -> String {

@@ -2,10 +2,11 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::time::Duration;
 
-/// Stores one record with one header in partition 0 of a topic that has its leader at this broker.
-pub fn produce(broker: &str, topic: &str, header: (&[u8], &[u8]), payload: &[u8]) {
-    let batch = batch(header, payload);
+/// Stores one record with one header, made so long ago, in partition 0 of a topic that has its leader at this broker.
+pub fn produce(broker: &str, topic: &str, header: (&[u8], &[u8]), payload: &[u8], age: Duration) {
+    let batch = batch(header, payload, age);
     let mut request = Vec::new();
     // Produce, version 3, correlation 1, client "raw".
     request.extend([0, 0, 0, 3, 0, 0, 0, 1]);
@@ -39,7 +40,7 @@ fn text(out: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// A batch of one record, in the only format that is left.
-fn batch((name, value): (&[u8], &[u8]), payload: &[u8]) -> Vec<u8> {
+fn batch((name, value): (&[u8], &[u8]), payload: &[u8], age: Duration) -> Vec<u8> {
     let mut record = vec![0];
     varint(&mut record, 0);
     varint(&mut record, 0);
@@ -50,12 +51,12 @@ fn batch((name, value): (&[u8], &[u8]), payload: &[u8]) -> Vec<u8> {
     sized(&mut record, name);
     sized(&mut record, value);
 
-    let now = time::OffsetDateTime::now_utc().unix_timestamp() * 1_000;
+    let made = (time::OffsetDateTime::now_utc() - age).unix_timestamp() * 1_000;
     let mut covered = Vec::new();
     // Attributes, and the last offset.
     covered.extend([0; 6]);
-    covered.extend(now.to_be_bytes());
-    covered.extend(now.to_be_bytes());
+    covered.extend(made.to_be_bytes());
+    covered.extend(made.to_be_bytes());
     // No producer, epoch or sequence.
     covered.extend([0xff; 14]);
     covered.extend(1_i32.to_be_bytes());

@@ -2,7 +2,9 @@
 
 use relaybox::ErrorKind;
 use relaybox::broker::kafka::{Kafka, KafkaConfig};
-use relaybox::broker::{PublishOutcome, Publisher, RejectionScope, Subscriber};
+use relaybox::broker::{
+    ConnectionState, FailureScope, PublishOutcome, Publisher, RejectionScope, Subscriber,
+};
 use relaybox::testing::eventually;
 use relaybox_testcontainers::{KafkaOptions, KafkaSecurity};
 
@@ -69,6 +71,65 @@ async fn who_is_not_let_in_is_told_why_and_no_secret() {
         assert!(shown.contains(cause), "{shown}");
         assert!(!shown.contains("hunter2"), "{shown}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_build_cannot_do_is_said_with_the_features_that_can() {
+    // No feature of ours brings what this needs.
+    let config = KafkaConfig::new("127.0.0.1:1")
+        .with_property("sasl.mechanisms", "OAUTHBEARER")
+        .with_property("sasl.oauthbearer.method", "oidc");
+    let error = Kafka::connect(config).await.map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+    assert!(error.to_string().contains("kafka-ssl"), "{error}");
+}
+
+/// Somebody changes the password under a running client, and puts it back: nothing is restarted, nothing is judged.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_password_that_no_longer_holds_shows_in_health_and_judges_no_message() {
+    let server = server().await;
+    let security = server.security().unwrap();
+    let config = by_password(security, "SCRAM-SHA-256", security.password);
+    let kafka = Kafka::connect(config.with_publish_deadline(3 * SECOND))
+        .await
+        .unwrap();
+    let topic = server.create_topic("password", 1).await.unwrap();
+    let mut subscription = kafka.subscribe(request("password", &topic)).await.unwrap();
+    publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
+    acknowledge(receive(&mut subscription, 1).await.remove(0)).await;
+    let set = async |password: &str| {
+        let config = format!("SCRAM-SHA-256=[password={password}]");
+        let of_user = ["--entity-type", "users", "--entity-name", security.user];
+        let arguments = [&["--alter", "--add-config", &config][..], &of_user].concat();
+        let class = "org.apache.kafka.tools.ConfigCommand";
+        server.run_tool(class, &arguments, b"").await.unwrap();
+        // Connections that are let in stay in.
+        server.restart().await.unwrap();
+    };
+    set("looking-glass").await;
+    eventually(60 * SECOND, "health tells why", || async {
+        [Publisher::health(&kafka), subscription.health()]
+            .iter()
+            .all(|health| {
+                let detail = health.detail.as_deref().unwrap_or_default();
+                health.state == ConnectionState::Down && detail.contains("authentication")
+            })
+    })
+    .await;
+    let outcomes = kafka.publish(&numbered(&topic, "k", 1..2)).await;
+    let broker = FailureScope::Broker;
+    assert!(
+        matches!(&outcomes[0], PublishOutcome::Failed { scope, .. } if *scope == broker),
+        "{outcomes:?}"
+    );
+    set(security.password).await;
+    eventually(60 * SECOND, "let in again", || async {
+        kafka.publish(&numbered(&topic, "k", 1..2)).await[0].is_confirmed()
+    })
+    .await;
+    assert_eq!(text(&receive(&mut subscription, 1).await[0]), "1");
+    assert!(Publisher::health(&kafka).is_up() && subscription.health().is_up());
+    subscription.close(30 * SECOND).await.unwrap();
 }
 
 /// The rule may be mended while the client is up: it needs no restart.

@@ -1,12 +1,15 @@
 //! The services themselves: started for real, broken on purpose, and gone afterwards.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+<<<<<<< HEAD:testcontainers/tests/services.rs
 #[path = "services/rabbitmq.rs"]
 mod rabbitmq;
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+=======
+>>>>>>> main:testcontainers/tests/services/main.rs
 use std::time::{Duration, Instant};
 
 use rdkafka::ClientConfig;
@@ -16,6 +19,10 @@ use relaybox_testcontainers::{
     shared_kafka, shared_nats, shared_postgres, unique_name,
 };
 use sqlx::{Connection, PgConnection};
+
+mod owners;
+
+use owners::holder;
 
 const SOON: Duration = Duration::from_secs(15);
 
@@ -303,6 +310,7 @@ where
     }
 }
 
+<<<<<<< HEAD:testcontainers/tests/services.rs
 #[tokio::test]
 async fn a_dropped_server_is_gone() {
     let postgres = Postgres::start_with(local_postgres()).await.unwrap();
@@ -355,6 +363,8 @@ fn an_owner_that_ends_takes_its_postgres_along() {
     owner.service_is_gone();
 }
 
+=======
+>>>>>>> main:testcontainers/tests/services/main.rs
 #[test]
 fn a_service_that_cannot_be_had_fails_and_says_what_was_tried() {
     let empty = tempfile::tempdir().unwrap();
@@ -431,6 +441,7 @@ async fn a_server_that_dies_at_start_is_reported_with_its_log() {
     let error = postgres.start_again().await.unwrap_err().to_string();
     assert!(error.contains("no_such_setting"), "{error}");
 }
+<<<<<<< HEAD:testcontainers/tests/services.rs
 
 /// The bin that holds a service, with only the local process left as a way.
 fn holder(service: &str) -> Command {
@@ -490,3 +501,5 @@ fn runs(pid: u32) -> bool {
         .find_map(|line| line.strip_prefix("State:"))
         .is_some_and(|state| !state.trim_start().starts_with(['Z', 'X']))
 }
+=======
+>>>>>>> main:testcontainers/tests/services/main.rs

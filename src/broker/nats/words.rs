@@ -1,0 +1,182 @@
+//! What a puller says to the server: questions, settlements, signs of life, and farewell.
+
+use std::sync::Arc;
+
+use async_nats::{Request, Subject};
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use tokio::time::{Instant, timeout_at};
+
+use super::puller::{Pull, Puller, Signs};
+use super::shelf::{ACKNOWLEDGED, IN_PROGRESS, RELEASED};
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long a question stands at the server, in heartbeats.
+const EXPIRES_HEARTBEATS: u32 = 6;
+
+impl Puller {
+    /// Asks for as many messages as there is room for, one question at a time.
+    pub(super) async fn ask_for_more(&mut self) {
+        let now = Instant::now();
+        let waiting = self.pause.is_some_and(|pause| now < pause) || self.errand.is_some();
+        let room = self.shelf.room();
+        if self.pull.is_some() || waiting || room == 0 || !self.link.is_connected() {
+            return;
+        }
+        self.pause = None;
+        self.numbers += 1;
+        let number = self.numbers;
+        let expires = self.config.heartbeat * EXPIRES_HEARTBEATS;
+        let question = format!(
+            r#"{{"batch":{room},"expires":{},"idle_heartbeat":{}}}"#,
+            expires.as_nanos(),
+            self.config.heartbeat.as_nanos(),
+        );
+        let subject = format!(
+            "CONSUMER.MSG.NEXT.{}.{}",
+            self.feed.stream, self.feed.durable
+        );
+        let request = Request::new()
+            .payload(question.into())
+            .inbox(format!("{}.p{number}", self.inbox));
+        let asked = self.link.context.send_request(subject, request);
+        match timeout_at(now + self.config.answer_deadline, asked).await {
+            Ok(Ok(())) => {
+                self.pull = Some(Pull {
+                    number,
+                    left: room,
+                    heard: Instant::now(),
+                });
+            }
+            Ok(Err(error)) => self.trouble(&error.to_string(), false),
+            Err(_elapsed) => self.trouble("the connection takes nothing", false),
+        }
+    }
+
+    pub(super) async fn send_settled(&mut self) {
+        if !self.link.is_connected() {
+            // Kept here: the client would keep it too, but not tell whether it was sent.
+            return;
+        }
+        for (reply, word) in self.shelf.take_settled() {
+            if word == ACKNOWLEDGED {
+                self.unconfirmed = Some(reply.clone());
+            }
+            self.say(reply, word).await;
+        }
+    }
+
+    async fn say(&mut self, reply: Subject, word: Bytes) {
+        let saying = self.link.client.publish(reply, word);
+        let until = Instant::now() + self.config.answer_deadline;
+        // What is not said is asked again by the server, after the ack wait.
+        if !matches!(timeout_at(until, saying).await, Ok(Ok(()))) {
+            tracing::warn!(source = self.shelf.source, "a settlement could not be sent");
+        }
+    }
+
+    /// Tells the server that what is held is still in work. The answer to the last sign stands for those before it.
+    pub(super) async fn keep_alive(&mut self) {
+        let now = Instant::now();
+        let third = self.config.ack_wait / 3;
+        if let Some(signs) = &self.signs
+            && now < signs.sent + third
+        {
+            return;
+        }
+        self.signs = None;
+        let ending = self.shelf.ending(now + 2 * third);
+        let Some(last) = ending.last().cloned() else {
+            return;
+        };
+        if !self.link.is_connected() {
+            return;
+        }
+        self.numbers += 1;
+        let number = self.numbers;
+        for lease in &ending {
+            // Released meanwhile: a sign of life would cut its delay short.
+            if !self.shelf.holds(lease) {
+                continue;
+            }
+            if !Arc::ptr_eq(lease, &last) {
+                self.say(lease.reply(), Bytes::from_static(IN_PROGRESS))
+                    .await;
+                continue;
+            }
+            let inbox = format!("{}.w{number}", self.inbox);
+            let word = Bytes::from_static(IN_PROGRESS);
+            let asking = self
+                .link
+                .client
+                .publish_with_reply(lease.reply(), inbox, word);
+            let _ = timeout_at(now + self.config.answer_deadline, asking).await;
+        }
+        self.signs = Some(Signs {
+            number,
+            leases: ending,
+            until: now + self.config.ack_wait,
+            sent: now,
+        });
+    }
+
+    /// Gives back what is held and makes sure that the server knows what was acknowledged.
+    pub(super) async fn farewell(mut self, until: Instant) -> Result<()> {
+        self.held.clear();
+        self.shelf.close();
+        let result = timeout_at(until, self.say_all()).await;
+        if let Ok(()) = result {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Timeout,
+            "close",
+            format!(
+                "{} did not confirm what was acknowledged in time",
+                self.link.tried
+            ),
+        ))
+    }
+
+    async fn say_all(&mut self) {
+        let mut changes = self.link.changes();
+        while !self.link.is_connected() {
+            if changes.changed().await.is_err() {
+                return;
+            }
+        }
+        self.send_settled().await;
+        if let Some(reply) = self.unconfirmed.clone() {
+            // The same acknowledgement once more, as a question: the server answers what is acknowledged already, and
+            // its answer stands for all those before.
+            let inbox = format!("{}.c0", self.inbox);
+            let word = Bytes::from_static(ACKNOWLEDGED);
+            let mut asked = false;
+            loop {
+                if !asked {
+                    let client = &self.link.client;
+                    let asking =
+                        client.publish_with_reply(reply.clone(), inbox.clone(), word.clone());
+                    asked = asking.await.is_ok();
+                }
+                tokio::select! {
+                    message = self.subscriber.next() => match message {
+                        Some(message) if message.subject.as_str() == inbox => break,
+                        // It came too late to be delivered.
+                        Some(message) => if let Some(reply) = message.reply {
+                            self.say(reply, Bytes::from_static(RELEASED)).await;
+                        },
+                        None => return,
+                    },
+                    changed = changes.changed() => {
+                        if changed.is_err() {
+                            return;
+                        }
+                        asked = !self.link.is_connected();
+                    }
+                }
+            }
+        }
+        let _ = self.link.client.flush().await;
+    }
+}
