@@ -1,22 +1,13 @@
 //! The services themselves: started for real, broken on purpose, and gone afterwards.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-<<<<<<< HEAD:testcontainers/tests/services.rs
-#[path = "services/rabbitmq.rs"]
-mod rabbitmq;
-
-use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-=======
->>>>>>> main:testcontainers/tests/services/main.rs
 use std::time::{Duration, Instant};
 
 use rdkafka::ClientConfig;
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use relaybox_testcontainers::{
-    Kafka, KafkaOptions, Nats, NatsOptions, Postgres, PostgresOptions, ServiceError, Way,
-    shared_kafka, shared_nats, shared_postgres, unique_name,
+    Kafka, KafkaOptions, Nats, NatsOptions, Postgres, PostgresOptions, RabbitMq, RabbitMqOptions,
+    ServiceError, Way, shared_kafka, shared_nats, shared_postgres, shared_rabbitmq, unique_name,
 };
 use sqlx::{Connection, PgConnection};
 
@@ -257,6 +248,59 @@ async fn kafka_keeps_its_data_through_kill_and_restart() {
 }
 
 #[tokio::test]
+async fn rabbitmq_answers_and_takes_commands() {
+    let started = Instant::now();
+    let rabbitmq = shared_rabbitmq().await;
+    println!(
+        "RabbitMQ by {} after {:?}",
+        rabbitmq.way(),
+        started.elapsed()
+    );
+    assert!(rabbitmq.is_ready().await);
+    if rabbitmq.way() == Way::LocalProcess {
+        let flags = rabbitmq.ctl(&["list_feature_flags"]).await.unwrap();
+        assert!(flags.contains("stream_queue\tenabled"), "{flags}");
+        let refused = rabbitmq.ctl(&["no_such_command"]).await;
+        assert!(matches!(refused, Err(ServiceError::Failed { .. })));
+    }
+    let address = rabbitmq.address();
+    assert!(rabbitmq.url_by("elsewhere:1").contains("@elsewhere:1/"));
+    assert!(format!("{rabbitmq:?}").contains(&address));
+    assert!(!format!("{rabbitmq:?}").contains("guest"));
+}
+
+#[tokio::test]
+async fn rabbitmq_keeps_its_data_through_kill_and_restart() {
+    let options = RabbitMqOptions::default().with_local_process();
+    let rabbitmq = RabbitMq::start_with(options).await.unwrap();
+    let add = ["add_vhost", "kept"];
+    rabbitmq.ctl(&add).await.unwrap();
+    let kept = || async {
+        rabbitmq
+            .ctl(&["list_vhosts"])
+            .await
+            .unwrap()
+            .contains("kept")
+    };
+
+    rabbitmq.kill().await.unwrap();
+    assert!(!rabbitmq.is_ready().await);
+    let started = Instant::now();
+    rabbitmq.start_again().await.unwrap();
+    println!("RabbitMQ again after {:?}", started.elapsed());
+    assert!(kept().await);
+    let started = Instant::now();
+    rabbitmq.restart().await.unwrap();
+    println!("RabbitMQ restarted after {:?}", started.elapsed());
+    assert!(kept().await);
+
+    rabbitmq.stop().await.unwrap();
+    assert!(!rabbitmq.is_ready().await);
+    rabbitmq.cont().await.unwrap();
+    until_ready_again(|| rabbitmq.is_ready()).await;
+}
+
+#[tokio::test]
 async fn nats_answers_with_jetstream() {
     let started = Instant::now();
     let nats = shared_nats().await;
@@ -310,61 +354,6 @@ where
     }
 }
 
-<<<<<<< HEAD:testcontainers/tests/services.rs
-#[tokio::test]
-async fn a_dropped_server_is_gone() {
-    let postgres = Postgres::start_with(local_postgres()).await.unwrap();
-    let pid = postgres.pid().unwrap();
-    let directory = postgres.directory().unwrap().to_owned();
-    drop(postgres);
-    assert!(!runs(pid));
-    assert!(!directory.exists());
-}
-
-#[test]
-fn a_sigkilled_owner_takes_its_postgres_along() {
-    let mut owner = Owner::of("postgres");
-    owner.process.kill().unwrap();
-    owner.service_is_gone();
-}
-
-#[test]
-fn a_sigkilled_owner_takes_its_kafka_along() {
-    let mut owner = Owner::of("kafka");
-    owner.process.kill().unwrap();
-    owner.service_is_gone();
-}
-
-#[test]
-fn a_sigkilled_owner_takes_its_nats_along() {
-    let mut owner = Owner::of("nats");
-    owner.process.kill().unwrap();
-    owner.service_is_gone();
-}
-
-#[test]
-fn a_sigkilled_owner_takes_its_stopped_postgres_along() {
-    let mut owner = Owner::of("postgres");
-    let stopped = Command::new("sh")
-        .args(["-c", "kill -STOP \"$1\"", "sh"])
-        .arg(owner.server.to_string())
-        .status();
-    assert!(stopped.unwrap().success());
-    owner.process.kill().unwrap();
-    owner.service_is_gone();
-}
-
-// The handle sits in a static there: ending the usual way does not drop it either.
-#[test]
-fn an_owner_that_ends_takes_its_postgres_along() {
-    let mut owner = Owner::of("postgres");
-    drop(owner.process.stdin.take());
-    assert!(owner.process.wait().unwrap().success());
-    owner.service_is_gone();
-}
-
-=======
->>>>>>> main:testcontainers/tests/services/main.rs
 #[test]
 fn a_service_that_cannot_be_had_fails_and_says_what_was_tried() {
     let empty = tempfile::tempdir().unwrap();
@@ -441,65 +430,3 @@ async fn a_server_that_dies_at_start_is_reported_with_its_log() {
     let error = postgres.start_again().await.unwrap_err().to_string();
     assert!(error.contains("no_such_setting"), "{error}");
 }
-<<<<<<< HEAD:testcontainers/tests/services.rs
-
-/// The bin that holds a service, with only the local process left as a way.
-fn holder(service: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_hold_service"));
-    command
-        .arg(service)
-        .env_remove("RELAYBOX_POSTGRES_URL")
-        .env_remove("RELAYBOX_KAFKA_BROKERS")
-        .env_remove("RELAYBOX_RABBITMQ_URL")
-        .env_remove("RELAYBOX_NATS_URL")
-        .env("DOCKER_HOST", "unix:///nonexistent/docker.sock")
-        .stdin(Stdio::null());
-    command
-}
-
-/// A process that holds a service, and what it said of it.
-struct Owner {
-    process: Child,
-    server: u32,
-    directory: PathBuf,
-}
-
-impl Owner {
-    fn of(service: &str) -> Self {
-        let mut process = holder(service)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(process.stdout.take().unwrap())
-            .read_line(&mut line)
-            .unwrap();
-        let mut words = line.split_whitespace().skip(1);
-        let server = words.next().unwrap().parse().unwrap();
-        let directory = PathBuf::from(words.next().unwrap());
-        assert!(runs(server) && directory.is_dir());
-        Self {
-            process,
-            server,
-            directory,
-        }
-    }
-
-    fn service_is_gone(mut self) {
-        self.process.wait().unwrap();
-        until("the server is gone", || !runs(self.server));
-        until("the directory is gone", || !self.directory.exists());
-    }
-}
-
-/// Whether the process runs; a zombie waits for its parent and does not.
-fn runs(pid: u32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    status
-        .lines()
-        .find_map(|line| line.strip_prefix("State:"))
-        .is_some_and(|state| !state.trim_start().starts_with(['Z', 'X']))
-}
-=======
->>>>>>> main:testcontainers/tests/services/main.rs
