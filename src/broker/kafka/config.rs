@@ -203,7 +203,8 @@ impl KafkaConfig {
     /// the same name within the session timeout finds its partitions as they were, and the others notice nothing.
     /// Until then nobody reads those.
     ///
-    /// No two members of a consumer may have the same name at a time: one of them ends with an error.
+    /// No two members of a consumer may have the same name at a time. The older ends with an error; with
+    /// [`Assignor::Broker`] the newer does, also when the older was killed and its session is not over.
     #[must_use]
     pub fn with_instance_id(mut self, id: impl Into<String>) -> Self {
         self.instance_id = Some(id.into());

@@ -201,28 +201,42 @@ async fn a_static_member_that_restarts_finds_its_partitions_and_moves_none() {
     second.close(10 * SECOND).await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_two_members_with_one_name_the_older_ends_with_an_error() {
-    let (topic, consumer) = (topic("twins", 1).await, unique_name("twins"));
-    let kafka = with(|c| c.with_instance_id("twin")).await;
-    publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
-    let mut first = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
-    drop(receive(&mut first, 1).await);
-    let mut second = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
-    assert_eq!(text(&receive(&mut second, 1).await[0]), "0");
-    let error = within(60 * SECOND, "the older ends", async {
+/// Receives until the subscription is over.
+async fn end_of(subscription: &mut Box<dyn Subscription>) -> relaybox::Error {
+    within(60 * SECOND, "an end", async {
         loop {
-            match first.receive(1).await {
+            match subscription.receive(1).await {
                 Err(error) if !error.is_transient() => return error,
                 _ => {}
             }
         }
     })
-    .await;
-    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
-    assert!(error.to_string().contains("instance_id"), "{error}");
-    assert_eq!(first.health().state, ConnectionState::Closed);
-    second.close(10 * SECOND).await.unwrap();
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_members_with_one_name_one_ends_with_an_error() {
+    for assignor in ASSIGNORS {
+        let (topic, consumer) = (topic("twins", 1).await, unique_name("twins"));
+        let kafka = with(|c| c.with_instance_id("twin").with_assignor(assignor)).await;
+        publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
+        let mut older = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+        drop(receive(&mut older, 1).await);
+        let mut newer = kafka.subscribe(request(&consumer, &topic)).await.unwrap();
+        let (mut stays, mut ends) = match assignor {
+            Assignor::Broker => (older, newer),
+            _ => {
+                assert_eq!(text(&receive(&mut newer, 1).await[0]), "0");
+                (newer, older)
+            }
+        };
+        let error = end_of(&mut ends).await;
+        assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+        assert_eq!(error.violation().unwrap().field, "instance_id");
+        assert_eq!(ends.health().state, ConnectionState::Closed);
+        assert_eq!(text(&receive(&mut stays, 1).await[0]), "0");
+        stays.close(10 * SECOND).await.unwrap();
+    }
 }
 
 /// The group's own bounds are known to nobody before it refuses.
@@ -238,15 +252,7 @@ async fn a_session_that_the_group_refuses_ends_with_the_settings_name() {
     let mut asked = request("refused", "orders");
     asked.topology = TopologyMode::Unchecked;
     let mut subscription = kafka.subscribe(asked).await.unwrap();
-    let error = within(60 * SECOND, "an end", async {
-        loop {
-            match subscription.receive(1).await {
-                Err(error) if !error.is_transient() => return error,
-                _ => {}
-            }
-        }
-    })
-    .await;
+    let error = end_of(&mut subscription).await;
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
     assert_eq!(error.violation().unwrap().field, "session_timeout");
 }
