@@ -48,7 +48,7 @@ pub(super) fn start() -> Result<(LocalServer, Tools, String), ServiceError> {
         command.extend(["sh".into(), script.clone().into()]);
         command.push(binaries.join("rabbitmq-server").into());
         // Not an orderly end, which takes time: the data go anyway.
-        let local = LocalServer::new("RabbitMQ", directory, "QUIT", command)?;
+        let local = LocalServer::new("RabbitMQ", directory, "USR1", command)?;
         fs::write(&script, NODE)?;
         let settings = SETTINGS.replace("{port}", &port.to_string());
         fs::write(local.directory().join("rabbitmq.conf"), settings)?;

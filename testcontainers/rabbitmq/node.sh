@@ -7,10 +7,10 @@
 
 epmd &
 mapper=$!
-# SIGTERM lets the node shut down in order, and the shell goes on waiting for it. SIGQUIT ends both at once: were the
-# shell killed alone, they would be nobody's children and stay.
+# SIGTERM lets the node shut down in order, and the shell goes on waiting for it. SIGUSR1 ends both at once: were the
+# shell killed alone, they would be nobody's children and stay. (SIGQUIT is ignored in what a shell runs behind itself.)
 trap 'kill -TERM "$node" 2>/dev/null' TERM
-trap 'kill -KILL "$node" "$mapper" 2>/dev/null' QUIT
+trap 'kill -KILL "$node" "$mapper" 2>/dev/null' USR1
 "$1" &
 node=$!
 while wait "$node"; [ -d "/proc/$node" ] && ! grep -qs '^State:[[:space:]]*Z' "/proc/$node/status"; do :; done
