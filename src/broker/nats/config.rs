@@ -159,7 +159,7 @@ impl NatsConfig {
         self
     }
 
-    /// Trusts the authorities in this PEM file besides the system's, and requires TLS.
+    /// Trusts the authorities in this PEM file instead of the system's, and requires TLS.
     #[must_use]
     pub fn with_ca_file(mut self, path: impl Into<PathBuf>) -> Self {
         self.ca_file = Some(path.into());

@@ -16,6 +16,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::config::{Credentials, NatsConfig};
 use super::error::{disconnected, mapped, not_connected};
+use super::tls;
 use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::Health;
 use crate::error::{Error, ErrorKind, Result};
@@ -257,6 +258,7 @@ async fn options(config: &NatsConfig, notes: Arc<Notes>) -> Result<ConnectOption
         .ping_interval(config.ping_interval)
         .connection_timeout(config.answer_deadline)
         .request_timeout(Some(config.answer_deadline))
+        .tls_client_config(tls::client_config(config).await?)
         .reconnect_delay_callback(reconnect_delay)
         .event_callback(move |event| {
             notes.take(&event);
@@ -264,12 +266,6 @@ async fn options(config: &NatsConfig, notes: Arc<Notes>) -> Result<ConnectOption
         });
     if config.require_tls {
         options = options.require_tls(true);
-    }
-    if let Some(path) = &config.ca_file {
-        options = options.add_root_certificates(path.clone());
-    }
-    if let Some((certificate, key)) = &config.client_certificate {
-        options = options.add_client_certificate(certificate.clone(), key.clone());
     }
     Ok(options)
 }

@@ -26,6 +26,7 @@ mod rules;
 mod shelf;
 mod streams;
 mod subscriber;
+mod tls;
 mod topology;
 mod warnings;
 mod words;

@@ -18,7 +18,15 @@ impl NatsConfig {
         if self.servers.is_empty() {
             return Err(Error::configuration("servers", "at least one", "none"));
         }
-        self.addresses()?;
+        for address in self.addresses()? {
+            // The client would leave them out without a word.
+            if address.username().is_some() || address.password().is_some() {
+                let limit =
+                    "addresses without user, password or token, which have settings of their own";
+                let shown = format!("{}:{}", address.host(), address.port());
+                return Err(Error::configuration("servers", limit, shown));
+            }
+        }
         if self.name.is_empty() {
             return Err(Error::configuration("name", "not empty", ""));
         }
@@ -153,6 +161,7 @@ mod tests {
         assert!(config().check().is_ok());
         for (config, field) in [
             (NatsConfig::new("not an address"), "servers"),
+            (NatsConfig::new("nats://u:p@127.0.0.1"), "servers"),
             (config().with_name(""), "name"),
             (config().with_ping_interval(Duration::ZERO), "ping_interval"),
             (
@@ -194,6 +203,8 @@ mod tests {
         for config in configs {
             assert!(!format!("{config:?}").contains(secret));
             assert!(!config.tried().contains(secret));
+            let shown = config.check().err().map(|error| error.to_string());
+            assert!(!shown.unwrap_or_default().contains(secret));
         }
         let broken = NatsConfig::new(format!("nats://user:{secret}@:::")).check();
         let text = broken.map_err(|error| error.to_string());

@@ -342,7 +342,13 @@ mod tests {
         let request = |source: &str| SubscriptionRequest::new("c", vec![source.to_owned()]);
         assert!(check(&config, &request("paid.orders")).is_ok());
         assert!(check(&config, &request("ORDERS")).is_ok());
-        for bad in ["other.orders", "", "a b"] {
+        // Dead letters are read by the name they were sent to.
+        assert!(check(&config, &request("orders.billing.DLQ")).is_ok());
+        assert_eq!(
+            feed_of(&config, "c", "orders.billing.DLQ").stream,
+            "orders~billing~DLQ"
+        );
+        for bad in ["", "a b", "orders.*", "a..b"] {
             assert!(check(&config, &request(bad)).is_err(), "{bad:?}");
         }
         let feed = feed_of(&config, "my.billing", "paid.orders");

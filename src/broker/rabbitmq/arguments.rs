@@ -8,6 +8,7 @@ pub(super) const DEAD_LETTER_EXCHANGE: &str = "x-dead-letter-exchange";
 pub(super) const DEAD_LETTER_ROUTING_KEY: &str = "x-dead-letter-routing-key";
 pub(super) const DEAD_LETTER_STRATEGY: &str = "x-dead-letter-strategy";
 pub(super) const OVERFLOW: &str = "x-overflow";
+pub(super) const DELIVERY_LIMIT: &str = "x-delivery-limit";
 pub(super) const SINGLE_ACTIVE_CONSUMER: &str = "x-single-active-consumer";
 
 /// Headers that the broker writes. They tell of its own queues, differ between its versions, and one that is sent back

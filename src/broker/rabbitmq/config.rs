@@ -29,6 +29,7 @@ pub(super) const ENVELOPE_BYTES_MAX: usize = 64 * 1_024;
 /// | limits | [`Limits::default`], destination 511 | message and 64 KiB at most the broker's largest, headers 60 KiB |
 /// | broker's largest message | 16 MiB | 64 KiB to 512 MiB |
 /// | queue kind | [`QueueKind::Quorum`] | of rungs and dead letters |
+/// | delivery limit | the broker's | of quorum queues made here |
 /// | release hold | 60 s | 1 s to 20 min, and below the broker's `consumer_timeout` |
 /// | shards | none | 1 to 16 a name |
 /// | drain deadline | 20 s | at most 20 min; of a shard that goes to another member |
@@ -45,6 +46,7 @@ pub struct RabbitMqConfig {
     pub(super) limits: Limits,
     pub(super) broker_message_bytes_max: usize,
     pub(super) queue_kind: QueueKind,
+    pub(super) delivery_limit: Option<i64>,
     pub(super) release_hold_max: Duration,
     pub(super) shards: BTreeMap<String, u16>,
     pub(super) drain_deadline: Duration,
@@ -67,6 +69,7 @@ impl RabbitMqConfig {
             },
             broker_message_bytes_max: 16 * 1_024 * 1_024,
             queue_kind: QueueKind::Quorum,
+            delivery_limit: None,
             release_hold_max: Duration::from_secs(60),
             shards: BTreeMap::new(),
             drain_deadline: Duration::from_secs(20),
@@ -139,9 +142,20 @@ impl RabbitMqConfig {
         self
     }
 
+    /// How often the broker redelivers from a quorum queue made with [`declare_queue`](super::RabbitMq::declare_queue)
+    /// before it drops a message or sends it to the queue's dead letter exchange; negative for never, from version 4 on.
+    ///
+    /// Nothing here gives a message back in order to try it again, but what a member held when it ended counts. Without
+    /// this the broker's default holds: no limit before version 4, and 20 since. For queues made elsewhere set it there.
+    #[must_use]
+    pub const fn with_delivery_limit(mut self, limit: i64) -> Self {
+        self.delivery_limit = Some(limit);
+        self
+    }
+
     /// How long a released delivery stays away at most: longer delays are cut to it. It waits unacknowledged in this
     /// process, since giving it back would bring it again at once, and the broker closes a channel that keeps a delivery
-    /// for longer than its `consumer_timeout`.
+    /// for longer than its `consumer_timeout`. While it waits it takes one of the places that the broker fills.
     #[must_use]
     pub const fn with_release_hold_max(mut self, hold_max: Duration) -> Self {
         self.release_hold_max = hold_max;

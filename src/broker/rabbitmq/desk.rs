@@ -45,10 +45,22 @@ impl Generation {
     fn hands_over(&self) -> bool {
         self.is_current() && self.open.load(Ordering::Acquire)
     }
+}
 
-    fn ended(&self) {
-        if self.in_work.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.idle.notify_one();
+/// Something handed over of a generation, until it is dropped.
+struct InWork(Arc<Generation>);
+
+impl InWork {
+    fn new(generation: &Arc<Generation>) -> Self {
+        generation.in_work.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(generation))
+    }
+}
+
+impl Drop for InWork {
+    fn drop(&mut self) {
+        if self.0.in_work.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.idle.notify_one();
         }
     }
 }
@@ -238,9 +250,10 @@ impl Desk {
         if count > 0 {
             state.unsettled += count;
             let items: Vec<Item> = state.queue.drain(..count).collect();
-            for item in &items {
-                item.generation.in_work.fetch_add(1, Ordering::AcqRel);
-            }
+            let items: Vec<_> = items
+                .into_iter()
+                .map(|item| (InWork::new(&item.generation), item))
+                .collect();
             drop(state);
             return Next::Received(Ok(items.into_iter().map(|i| self.deliver(i)).collect()));
         }
@@ -252,7 +265,7 @@ impl Desk {
         Next::Wait(due.filter(|_| room > 0))
     }
 
-    fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
+    fn deliver(self: &Arc<Self>, (in_work, item): (InWork, Item)) -> Delivery {
         Delivery {
             incoming: item.incoming.clone(),
             source: item.source.to_string(),
@@ -260,13 +273,12 @@ impl Desk {
             redelivered: item.redelivered,
             receipt: Box::new(Ticket {
                 desk: Arc::clone(self),
-                item: Some(item),
+                held: Some((in_work, item)),
             }),
         }
     }
 
     fn release(&self, mut item: Item, delay: Duration) {
-        item.generation.ended();
         let mut state = self.state();
         state.unsettled = state.unsettled.saturating_sub(1);
         if !state.over && item.generation.hands_over() {
@@ -294,7 +306,7 @@ impl Desk {
 /// The receipt of one delivery. It keeps the message, in case it is released.
 struct Ticket {
     desk: Arc<Desk>,
-    item: Option<Item>,
+    held: Option<(InWork, Item)>,
 }
 
 impl Ticket {
@@ -305,11 +317,13 @@ impl Ticket {
 
 impl Receipt for Ticket {
     fn is_current(&self) -> bool {
-        self.item.as_ref().is_some_and(|item| self.is_valid(item))
+        self.held
+            .as_ref()
+            .is_some_and(|(_, item)| self.is_valid(item))
     }
 
     fn settle(mut self: Box<Self>, settlement: Settlement) -> BoxFuture<'static, Result<()>> {
-        let Some(item) = self.item.take() else {
+        let Some((in_work, item)) = self.held.take() else {
             return Box::pin(std::future::ready(Ok(())));
         };
         if let Settlement::Release { delay } = settlement {
@@ -317,21 +331,15 @@ impl Receipt for Ticket {
             return Box::pin(std::future::ready(Ok(())));
         }
         let is_valid = self.is_valid(&item);
+        self.desk.settled();
         // A tag of a channel that is gone would be somebody else's on the next one.
         if !is_valid {
-            item.generation.ended();
-            self.desk.settled();
             return Box::pin(std::future::ready(Ok(())));
         }
-        let Item {
-            acker, generation, ..
-        } = item;
+        let acker = item.acker;
         let mut ack = Box::pin(async move { acker.ack(BasicAckOptions::default()).await });
-        // Begun at once and not when polled: a future that is dropped has still acknowledged, and so has a channel that is
-        // closed once nothing is in work on it.
+        // Begun at once and not when polled: a future that is dropped has still acknowledged.
         let begun = (&mut ack).now_or_never();
-        generation.ended();
-        self.desk.settled();
         let patience = self.desk.answer_deadline;
         Box::pin(async move {
             let answer = match begun {
@@ -344,6 +352,8 @@ impl Receipt for Ticket {
                     }
                 },
             };
+            // A channel that is given up waits for this, so as not to be closed in front of it.
+            drop(in_work);
             answer
                 .map(drop)
                 .map_err(|error| mapped("settle", "not acknowledged", error))
@@ -353,7 +363,7 @@ impl Receipt for Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if let Some(item) = self.item.take() {
+        if let Some((_in_work, item)) = self.held.take() {
             self.desk.release(item, Duration::ZERO);
         }
     }

@@ -7,7 +7,7 @@ use lapin::types::LongString;
 use lapin::uri::AMQPUri;
 use lapin::{Channel, Connection, ConnectionProperties};
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::config::{RabbitMqConfig, address};
 use super::error::mapped;
@@ -15,8 +15,12 @@ use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::Health;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Handshakes that were given up and may still hang in the client, which cannot be told to stop one. More are not begun.
-const ABANDONED_MAX: usize = 16;
+/// Handshakes that were given up and may still hang in the client, which cannot be told to stop one; more are not begun.
+/// Enough for tries at their slowest pace until the system gives up the oldest, after a quarter of an hour.
+const ABANDONED_MAX: usize = 128;
+
+/// How often an idle link looks whether it lost its connection.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Between two tries to connect: soon at first, and not in step with others.
 pub(super) const PAUSE: DelayPolicy = DelayPolicy::exponential(Duration::from_millis(50))
@@ -54,6 +58,25 @@ impl Link {
             dialling: tokio::sync::Mutex::default(),
             handshakes: Arc::new(Semaphore::new(ABANDONED_MAX)),
         })
+    }
+
+    /// Makes the connection anew whenever it is lost, also while nobody asks, until the link is closed or dropped.
+    pub(super) fn keep_up(self: &Arc<Self>) {
+        let link = Arc::downgrade(self);
+        tokio::spawn(async move {
+            loop {
+                sleep(LOOK).await;
+                let Some(link) = link.upgrade() else {
+                    return;
+                };
+                if link.state().closed {
+                    return;
+                }
+                let until = Instant::now() + link.config.answer_deadline;
+                // What it meets is told by the health, and by the next call.
+                drop(link.get("connect", until).await);
+            }
+        });
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

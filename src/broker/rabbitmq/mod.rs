@@ -2,6 +2,11 @@
 //!
 //! A destination is a queue, or `exchange/routing key` split at the first `/`. A source is a queue, made by the user; what
 //! it is bound to is made by the user too, or with the helpers of [`RabbitMq`].
+//!
+//! A queue belongs to one consumer. Where several are to get every message each has its own, bound to the same exchange.
+//!
+//! The client logs a message that the broker returned as unroutable, with its payload, at level `WARN` of the target
+//! `lapin::returned_messages`: switch that target off where payloads must not reach logs.
 
 mod arguments;
 mod balance;

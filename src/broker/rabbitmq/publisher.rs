@@ -62,7 +62,9 @@ impl Sender {
     }
 
     pub(super) async fn connect(&self, until: Instant) -> Result<()> {
-        self.link.get("connect", until).await.map(drop)
+        self.link.get("connect", until).await?;
+        self.link.keep_up();
+        Ok(())
     }
 
     pub(super) fn health(&self) -> Health {

@@ -201,6 +201,12 @@ impl Surveyor<'_> {
         let is_split = self.shards.of(name).is_some();
         for queue in self.shards.queues(name)? {
             let mut all = kind_arguments(kind);
+            if kind == QueueKind::Quorum
+                && let (Some(limit), Some(name)) =
+                    (self.config.delivery_limit, short(arguments::DELIVERY_LIMIT))
+            {
+                all.insert(name, AMQPValue::LongLongInt(limit));
+            }
             if is_split && let Some(name) = short(arguments::SINGLE_ACTIVE_CONSUMER) {
                 all.insert(name, AMQPValue::Boolean(true));
             }

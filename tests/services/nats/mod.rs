@@ -2,6 +2,7 @@
 
 mod consuming;
 mod publishing;
+mod security;
 mod topology;
 mod trouble;
 

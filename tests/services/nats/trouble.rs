@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_nats::jetstream::stream;
-use relaybox::broker::{PublishOutcome, Stored};
+use relaybox::broker::{FailureScope, PublishOutcome, Stored};
 use relaybox::consumer::{Consumer, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::store::sqlite::SqliteStore;
@@ -143,22 +143,6 @@ async fn a_server_killed_under_a_batch_loses_nothing_that_was_confirmed() {
         );
         assert!(fine, "{outcome:?}");
     }
-    // While nobody is there, nothing is kept to be sent at some later time.
-    eventually(DEADLINE, "the loss is seen", || async {
-        !nats.health().is_up()
-    })
-    .await;
-    let refused = publish(&nats, &[message(&name, "never")]).await;
-    assert!(
-        matches!(
-            refused[0],
-            PublishOutcome::Failed {
-                stored: Stored::No,
-                ..
-            }
-        ),
-        "{refused:?}"
-    );
     server.start_again().await.unwrap();
     let mut outcomes = outcomes.into_iter();
     let mut left = batch.clone();
@@ -176,7 +160,34 @@ async fn a_server_killed_under_a_batch_loses_nothing_that_was_confirmed() {
             acknowledge(delivery).await;
         }
     }
-    assert!(!seen.contains("never"));
+}
+
+/// The client would keep such messages and send them at some time after their outcome was told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_the_server_is_away_nothing_is_kept_to_be_sent_later() {
+    let server = server("").await;
+    let nats = Nats::connect(config(server.url())).await.unwrap();
+    let name = stream_with(&server.url(), "away", stream::Config::default()).await;
+    server.kill().await.unwrap();
+    eventually(DEADLINE, "the loss is seen", || async {
+        !nats.health().is_up()
+    })
+    .await;
+    let outcomes = publish(&nats, &[message(&name, "never")]).await;
+    assert!(
+        matches!(
+            outcomes[0],
+            PublishOutcome::Failed {
+                scope: FailureScope::Broker,
+                stored: Stored::No,
+                ..
+            }
+        ),
+        "{outcomes:?}"
+    );
+    server.start_again().await.unwrap();
+    until_all_confirmed(&nats, &[message(&name, "0")]).await;
+    assert_eq!(stored(&server.url(), &name).await, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -39,42 +39,44 @@ async fn an_unroutable_message_is_refused_until_a_binding_is_added() {
     assert_eq!(take(&mut subscription, 1).await, ["1"]);
 }
 
-/// The client hands returned messages to the wrong confirms, and the broker confirms many at once.
+/// The client hands returned messages to the wrong confirms, and the broker confirms many at once. A classic queue confirms
+/// together with what was returned, a quorum queue later.
 #[tokio::test]
 async fn of_many_in_one_run_exactly_the_unroutable_are_refused() {
     let rabbitmq = connect().await;
-    let exchange = unique_name("events");
-    rabbitmq
-        .declare_exchange(&exchange, ExchangeKind::Direct)
-        .await
-        .unwrap();
-    let queue = queue(&rabbitmq, "orders").await;
-    rabbitmq
-        .bind(&queue, &exchange, "bound", &[])
-        .await
-        .unwrap();
     let seed = fastrand::u64(..);
     println!("seed {seed}");
     let mut random = fastrand::Rng::with_seed(seed);
-    let bound: Vec<bool> = (0..600).map(|_| random.bool()).collect();
-    let batch: Vec<_> = bound
-        .iter()
-        .enumerate()
-        .map(|(n, bound)| {
-            let key = if *bound { "bound" } else { "nobody" };
-            message(&format!("{exchange}/{key}"), n.to_string())
-        })
-        .collect();
-    let outcomes = publish(&rabbitmq, &batch).await;
-    for ((n, bound), outcome) in bound.iter().enumerate().zip(&outcomes) {
-        assert_eq!(outcome.is_confirmed(), *bound, "{n}: {outcome:?}");
-        assert!(*bound || is_unroutable(outcome), "{n}: {outcome:?}");
+    for kind in [QueueKind::Classic, QueueKind::Quorum] {
+        let exchange = unique_name("events");
+        rabbitmq
+            .declare_exchange(&exchange, ExchangeKind::Direct)
+            .await
+            .unwrap();
+        let queue = unique_name("orders");
+        rabbitmq.declare_queue(&queue, kind).await.unwrap();
+        rabbitmq
+            .bind(&queue, &exchange, "bound", &[])
+            .await
+            .unwrap();
+        let bound: Vec<bool> = (0..900).map(|_| random.bool()).collect();
+        let batch: Vec<_> = bound
+            .iter()
+            .enumerate()
+            .map(|(n, bound)| {
+                let key = if *bound { "bound" } else { "nobody" };
+                message(&format!("{exchange}/{key}"), n.to_string())
+            })
+            .collect();
+        let outcomes = publish(&rabbitmq, &batch).await;
+        for ((n, bound), outcome) in bound.iter().enumerate().zip(&outcomes) {
+            assert_eq!(outcome.is_confirmed(), *bound, "{n}: {outcome:?}");
+            assert!(*bound || is_unroutable(outcome), "{n}: {outcome:?}");
+        }
+        let depth = rabbitmq.depth(&queue).await.unwrap();
+        let stored = bound.iter().filter(|bound| **bound).count();
+        assert_eq!(depth.messages, stored as u64);
     }
-    let depth = rabbitmq.depth(&queue).await.unwrap();
-    assert_eq!(
-        depth.messages,
-        bound.iter().filter(|bound| **bound).count() as u64
-    );
 }
 
 #[tokio::test]
