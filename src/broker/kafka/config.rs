@@ -390,11 +390,38 @@ mod tests {
     }
 
     #[test]
+    fn the_brokers_assignor_leaves_out_what_is_the_brokers_to_say() {
+        let theirs = good().with_assignor(Assignor::Broker).with_instance_id("a");
+        theirs.check().unwrap();
+        let theirs = theirs.consumer("g");
+        assert_eq!(theirs.get("group.protocol"), Some("consumer"));
+        assert_eq!(theirs.get("group.instance.id"), Some("a"));
+        for key in [
+            "session.timeout.ms",
+            "heartbeat.interval.ms",
+            "partition.assignment.strategy",
+        ] {
+            assert_eq!(theirs.get(key), None);
+            assert!(good().consumer("g").get(key).is_some());
+        }
+    }
+
+    #[test]
+    fn one_who_only_reads_commits_nothing_and_is_no_member() {
+        let reader = good().with_instance_id("a").reader(Some("g"));
+        assert_eq!(reader.get("enable.auto.commit"), Some("false"));
+        assert_eq!(reader.get("group.instance.id"), None);
+    }
+
+    #[test]
     fn whatever_breaks_a_promise_is_refused_by_name() {
         for key in crate::broker::kafka::properties::REFUSED {
             assert_eq!(refused(&good().with_property(*key, "x")), "property");
         }
+        let mock = good().with_property("test.mock.num.brokers", "3");
+        assert_eq!(refused(&mock), "property");
         assert_eq!(refused(&KafkaConfig::new(" , ")), "brokers");
+        assert_eq!(refused(&good().with_instance_id("")), "instance_id");
         assert_eq!(refused(&good().with_client_id("")), "client_id");
         let zero = Duration::ZERO;
         assert_eq!(
