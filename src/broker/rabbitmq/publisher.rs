@@ -114,10 +114,7 @@ impl Sender {
             let error = Error::invalid("message", limit, format!("{bytes} bytes"));
             return Some(rejected(RejectionScope::Message, error));
         }
-        let checked = record::properties(outgoing, record::HEADER_BYTES_MAX);
-        checked
-            .err()
-            .map(|error| rejected(RejectionScope::Message, error))
+        None
     }
 
     async fn send(
