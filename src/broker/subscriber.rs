@@ -82,16 +82,20 @@ pub struct SubscriberCapabilities {
     /// Whether several consumers of one source each get every message. Otherwise each message goes to one of them, and a
     /// consumer needs a source of its own.
     pub fan_out: bool,
+    /// Whether the coordinates of a delivery name its message for ever, so that they may serve as an id. A queue, from which
+    /// messages go, has no positions.
+    pub positions: bool,
 }
 
 impl SubscriberCapabilities {
-    /// A subscriber that does not mark redeliveries and gives every consumer everything.
+    /// A subscriber that does not mark redeliveries, gives every consumer everything and whose coordinates are positions.
     #[must_use]
     pub const fn new(name: &'static str) -> Self {
         Self {
             name,
             marks_redelivery: false,
             fan_out: true,
+            positions: true,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::backoff::{DelayPolicy, Jitter};
-use crate::broker::TopologyMode;
+use crate::broker::{SubscriberCapabilities, TopologyMode};
 use crate::error::{Error, Result, within};
 
 /// What happens to a message without a usable id.
@@ -12,7 +12,9 @@ pub enum MissingId {
     /// It becomes a dead letter with reason `missing-id`.
     #[default]
     DeadLetter,
-    /// Its place at the broker (topic, partition, offset) is its id: a copy published again is another message.
+    /// Its place at the broker (topic, partition, offset) is its id: a copy published again is another message. Refused at
+    /// start where the broker has no [positions](crate::broker::SubscriberCapabilities::positions), as a queue of RabbitMQ:
+    /// there a message that comes again could not be told from another.
     BrokerCoordinates,
 }
 
@@ -114,6 +116,18 @@ impl ConsumerConfig {
         self
     }
 
+    /// Refuses to take coordinates for ids where a message that comes again has others.
+    pub(super) fn can_identify(&self, broker: &SubscriberCapabilities) -> Result<()> {
+        if self.missing_id == MissingId::BrokerCoordinates && !broker.positions {
+            return Err(Error::configuration(
+                "missing_id",
+                "DeadLetter on a broker without positions",
+                format!("BrokerCoordinates on {}", broker.name),
+            ));
+        }
+        Ok(())
+    }
+
     /// Refuses what would break a promise.
     pub(super) fn validate(&self, ladder: Duration) -> Result<()> {
         within("concurrency", self.concurrency, 1, 10_000)?;
@@ -164,6 +178,19 @@ pub(super) fn validate_name(name: &str) -> Result<()> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn coordinates_are_no_ids_on_a_broker_without_positions() {
+        let mut broker = SubscriberCapabilities::new("queues");
+        broker.positions = false;
+        let config = ConsumerConfig::default();
+        config.can_identify(&broker).unwrap();
+        let config = config.with_missing_id(MissingId::BrokerCoordinates);
+        let error = config.can_identify(&broker).unwrap_err();
+        assert_eq!(error.violation().unwrap().field, "missing_id");
+        broker.positions = true;
+        config.can_identify(&broker).unwrap();
+    }
 
     #[test]
     fn settings_that_break_a_promise_are_refused_by_name() {

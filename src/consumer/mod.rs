@@ -144,6 +144,7 @@ impl<S: InboxStore> Consumer<S> {
         config::validate_name(&self.name)?;
         self.ladder.validate()?;
         self.config.validate(self.ladder.duration())?;
+        self.config.can_identify(&self.subscriber.capabilities())?;
         let request = self.request();
         no_circle(&request)?;
         self.store.check().await?;

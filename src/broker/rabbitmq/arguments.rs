@@ -13,7 +13,7 @@ pub(super) const SINGLE_ACTIVE_CONSUMER: &str = "x-single-active-consumer";
 
 /// Headers that the broker writes. They tell of its own queues, differ between its versions, and one that is sent back
 /// may be taken for a cycle; so they are neither read nor sent.
-const MADE: [&str; 2] = ["x-death", "x-delivery-count"];
+const MADE: [&str; 3] = ["x-death", "x-delivery-count", "x-acquired-count"];
 const MADE_PREFIXES: [&str; 2] = ["x-first-death-", "x-last-death-"];
 /// Headers that route or delay a message.
 const OBEYED: [&str; 4] = ["cc", "bcc", "x-delay", "x-match"];

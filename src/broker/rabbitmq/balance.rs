@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use lapin::options::{BasicConsumeOptions, QueueDeclareOptions};
 use lapin::types::{FieldTable, ShortString};
 use lapin::{Channel, Connection, Consumer};
@@ -24,6 +25,14 @@ pub(super) struct Shift {
     pub(super) busy: AtomicBool,
     /// Wakes the consumer that is to step back behind the others.
     pub(super) asked: Notify,
+}
+
+impl Shift {
+    /// What was received and asked for so far was for a channel that is given up.
+    pub(super) fn forget(&self) {
+        self.busy.store(false, Ordering::Release);
+        let _taken = self.asked.notified().now_or_never();
+    }
 }
 
 /// The shards of one source, seen from one member.
@@ -125,6 +134,16 @@ fn surplus(shards: usize, members: usize, busy: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shift_that_is_taken_is_not_asked_for_again() {
+        let shift = Shift::default();
+        shift.busy.store(true, Ordering::Release);
+        shift.asked.notify_one();
+        shift.forget();
+        assert!(!shift.busy.load(Ordering::Acquire));
+        assert!(shift.asked.notified().now_or_never().is_none());
+    }
 
     #[test]
     fn a_member_keeps_its_share_and_no_more() {

@@ -146,7 +146,9 @@ impl RabbitMqConfig {
     /// before it drops a message or sends it to the queue's dead letter exchange; negative for never, from version 4 on.
     ///
     /// Nothing here gives a message back in order to try it again, but what a member held when it ended counts. Without
-    /// this the broker's default holds: no limit before version 4, and 20 since. For queues made elsewhere set it there.
+    /// this the broker's default holds: no limit before version 4, and 20 since, which loses messages of a queue without
+    /// a dead letter exchange after as many crashes or lost connections. Say -1 for a broker of version 4; it is no default,
+    /// since older ones do not know it. For queues made elsewhere set it there.
     #[must_use]
     pub const fn with_delivery_limit(mut self, limit: i64) -> Self {
         self.delivery_limit = Some(limit);
@@ -260,13 +262,18 @@ impl RabbitMqConfig {
     }
 }
 
-/// `host:port` of a URL.
+/// `host:port` of a URL, or less of one that is broken: a password may hold any sign, and stand where a port should.
 pub(super) fn address(url: &str) -> &str {
-    let authority = url.split_once("://").map_or(url, |(_, rest)| rest);
-    let authority = authority.split(['/', '?']).next().unwrap_or_default();
-    authority
-        .rsplit_once('@')
-        .map_or(authority, |(_, host)| host)
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let rest = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+    let authority = rest.split(['/', '?']).next().unwrap_or_default();
+    match authority.rsplit_once(':') {
+        Some((host, port)) if !port.bytes().all(|byte| byte.is_ascii_digit()) => {
+            // An IPv6 address without a port ends with its bracket.
+            if port.ends_with(']') { authority } else { host }
+        }
+        _ => authority,
+    }
 }
 
 /// Shows no user and no password.
@@ -342,7 +349,24 @@ mod tests {
             .with_url("amqps://user:p@s3cret@other/x");
         assert_eq!(config.addresses(), "host:5672, other");
         assert!(!format!("{config:?}").contains("s3cret"));
-        let broken = RabbitMqConfig::new("amqp//user:s3cret@host");
-        assert!(!broken.check().unwrap_err().to_string().contains("s3cret"));
+        for broken in [
+            "amqp//user:s3cret@host",
+            "amqp://user:s3cret/more@host",
+            "amqp://user:s3cret?more@host",
+            "amqp://user:s3cret",
+        ] {
+            let broken = RabbitMqConfig::new(broken);
+            assert!(!format!("{broken:?}").contains("s3cret"), "{broken:?}");
+            let error = broken.check().unwrap_err().to_string();
+            assert!(!error.contains("s3cret"), "{error}");
+        }
+        for (url, shown) in [
+            ("amqp://user:pa/ss@host:5672/x", "host:5672"),
+            ("amqp://[::1]:5672/x", "[::1]:5672"),
+            ("amqp://[::1]", "[::1]"),
+            ("amqp://host", "host"),
+        ] {
+            assert_eq!(address(url), shown);
+        }
     }
 }

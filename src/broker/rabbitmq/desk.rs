@@ -151,7 +151,7 @@ impl Desk {
     }
 
     /// Lays out a delivery; one that may not be handled for so long is kept back, since a rung's queue goes by the
-    /// broker's clock and `x-due-at` by ours.
+    /// broker's clock and `x-due-at` by ours. However long: should the broker lose patience, it comes again and waits again.
     pub(super) fn offer(&self, item: Item, early: Duration) {
         let mut state = self.state();
         if !item.generation.hands_over() {
@@ -160,8 +160,7 @@ impl Desk {
         if early.is_zero() {
             state.queue.push_back(item);
         } else {
-            let due = Instant::now() + early.min(self.hold_max);
-            state.away.push((due, item));
+            state.away.push((later(early), item));
         }
         drop(state);
         self.changed.notify_one();
@@ -303,6 +302,12 @@ impl Desk {
     }
 }
 
+/// So long from now. What is further off than a clock can tell has been given back by then.
+fn later(delay: Duration) -> Instant {
+    const LONG: Duration = Duration::from_secs(365 * 86_400);
+    Instant::now() + delay.min(LONG)
+}
+
 /// The receipt of one delivery. It keeps the message, in case it is released.
 struct Ticket {
     desk: Arc<Desk>,
@@ -366,5 +371,44 @@ impl Drop for Ticket {
         if let Some((_in_work, item)) = self.held.take() {
             self.desk.release(item, Duration::ZERO);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::BasicProperties;
+    use lapin::message::Delivery as Sent;
+
+    use super::*;
+    use crate::broker::rabbitmq::record::received;
+
+    fn item(generation: &Arc<Generation>) -> Item {
+        let sent = Sent::mock(1, "".into(), "q".into(), false, Vec::new());
+        let received = received("q".into(), "q", &BasicProperties::default(), sent.data);
+        Item {
+            generation: Arc::clone(generation),
+            acker: sent.acker,
+            coordinates: received.coordinates.clone(),
+            incoming: received.read(),
+            source: "q".into(),
+            redelivered: false,
+        }
+    }
+
+    /// A rung moves by the broker's clock, and ours may be far behind.
+    #[test]
+    fn what_comes_early_waits_for_its_due_time_however_long() {
+        let second = Duration::from_secs(1);
+        let desk = Desk::new(10, 1, second, second);
+        let generation = Generation::new();
+        let hour = 3_600 * second;
+        let due = Instant::now() + hour;
+        desk.offer(item(&generation), hour);
+        let wait = desk.next(1);
+        assert!(matches!(wait, Next::Wait(Some(until)) if until >= due));
+        desk.offer(item(&generation), Duration::MAX);
+        desk.offer(item(&generation), Duration::ZERO);
+        let next = desk.next(10);
+        assert!(matches!(next, Next::Received(Ok(all)) if all.len() == 1));
     }
 }

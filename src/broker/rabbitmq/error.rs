@@ -42,6 +42,29 @@ pub(super) fn blame(error: &lapin::Error) -> Blame {
     }
 }
 
+/// Whether the whole connection ends with this.
+pub(super) fn ends_connection(error: &lapin::Error) -> bool {
+    match error.kind() {
+        ClientKind::ProtocolError(_) => error.is_amqp_hard_error(),
+        ClientKind::IOError(_)
+        | ClientKind::RuntimeShutdownError(_)
+        | ClientKind::InvalidConnectionState(_)
+        | ClientKind::ParsingError(_)
+        | ClientKind::SerialisationError(_)
+        | ClientKind::MissingHeartbeatError => true,
+        _ => false,
+    }
+}
+
+/// Whether the client met something that it cannot read. It ends the connection, and with the message that it was in it
+/// comes again on the next.
+pub(super) fn is_unreadable(error: &Error) -> bool {
+    let source = std::error::Error::source(error);
+    source
+        .and_then(|source| source.downcast_ref::<lapin::Error>())
+        .is_some_and(|error| matches!(error.kind(), ClientKind::ParsingError(_)))
+}
+
 pub(super) fn is_not_found(error: &lapin::Error) -> bool {
     channel_code(error) == Some(NOT_FOUND)
 }
@@ -94,6 +117,23 @@ pub(super) fn inequivalent(name: &str, text: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lapin::protocol::{AMQPError, AMQPHardError, AMQPSoftError};
+
+    #[test]
+    fn what_ends_a_connection_is_told_from_what_ends_a_channel() {
+        let protocol = |error| lapin::Error::from(ClientKind::ProtocolError(error));
+        let forced = AMQPError::new(AMQPHardError::CONNECTIONFORCED.into(), "bye".into());
+        let missing = AMQPError::new(AMQPSoftError::NOTFOUND.into(), "no exchange".into());
+        let reset = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
+        assert!(ends_connection(&protocol(forced.clone())));
+        assert!(ends_connection(&lapin::Error::from(reset)));
+        assert!(ends_connection(&lapin::Error::from(
+            ClientKind::MissingHeartbeatError
+        )));
+        assert!(!ends_connection(&protocol(missing.clone())));
+        assert_eq!(blame(&protocol(missing)), Blame::Exchange);
+        assert_eq!(blame(&protocol(forced)), Blame::Nobody);
+    }
 
     #[test]
     fn a_mismatch_names_queue_argument_and_both_values() {

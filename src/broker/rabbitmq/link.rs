@@ -131,9 +131,17 @@ impl Link {
             let Some(url) = self.config.urls.get(at) else {
                 continue;
             };
-            match self.dial(url, until).await {
+            // Each has its share of the time, so that one that says nothing does not keep the others from being tried.
+            let now = Instant::now();
+            let left = u32::try_from(count - turn).unwrap_or(u32::MAX);
+            let share = until.saturating_duration_since(now) / left;
+            match self.dial(url, now + share).await {
                 Ok(connection) => return self.keep(operation, connection, at),
-                Err(error) => self.state().last_error = format!("{}: {error}", address(url)),
+                Err(error) => {
+                    let mut state = self.state();
+                    state.last_error = format!("{}: {error}", address(url));
+                    state.next = (at + 1) % count;
+                }
             }
         }
         let mut state = self.state();
@@ -232,6 +240,12 @@ impl Link {
         let last = &self.state().last_error;
         let detail = format!("no RabbitMQ answers at {tried}: {last}");
         Error::new(ErrorKind::Unavailable, operation, detail)
+    }
+
+    /// Whether the broker reads nothing because of an alarm.
+    pub(super) fn is_blocked(&self) -> bool {
+        self.usable()
+            .is_some_and(|connection| connection.status().blocked())
     }
 
     pub(super) fn health(&self) -> Health {

@@ -137,7 +137,9 @@ impl RabbitMq {
     /// `arguments` are for [`ExchangeKind::Headers`]: the headers that must match, and `x-match` for how many of them.
     ///
     /// # Errors
-    /// [`NotFound`](crate::ErrorKind::NotFound) when either is missing; otherwise why it could not be bound.
+    /// [`Configuration`](crate::ErrorKind::Configuration) for a name with [shards](RabbitMqConfig::with_shards), whose
+    /// queues are bound one by one; [`NotFound`](crate::ErrorKind::NotFound) when either is missing; otherwise why it could
+    /// not be bound.
     pub async fn bind(
         &self,
         queue: &str,
@@ -210,6 +212,7 @@ impl Subscriber for RabbitMq {
         let mut capabilities = SubscriberCapabilities::new(NAME);
         capabilities.marks_redelivery = true;
         capabilities.fan_out = false;
+        capabilities.positions = false;
         capabilities
     }
 
@@ -239,7 +242,8 @@ impl Subscriber for RabbitMq {
         })
     }
 
-    /// As [`depth`](Subscriber::depth): a queue belongs to one consumer. What its members hold is not counted.
+    /// As [`depth`](Subscriber::depth): a queue belongs to one consumer. What its members hold is not counted, so it is
+    /// below the truth by up to what each may have in flight, and 0 does not mean that all is settled.
     fn lag<'a>(&'a self, _consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
         Box::pin(async move {
             let messages = self.surveyor("lag").depth(source).await?;

@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::arguments::short;
 use super::config::{ENVELOPE_BYTES_MAX, RabbitMqConfig};
-use super::error::{Blame, blame, mapped};
+use super::error::{Blame, blame, ends_connection, mapped};
 use super::link::Link;
 use super::place::{Place, Shards, scope};
 use super::record;
@@ -40,8 +40,8 @@ pub(super) struct Sender {
 }
 
 /// What is left to do of one exchange's or queue's part, and what became of the rest.
-struct Part<'a> {
-    left: VecDeque<(usize, Record<'a>)>,
+struct Part {
+    left: VecDeque<(usize, Record)>,
     /// Those that may have reached the broker in an earlier run.
     tried: bool,
     done: Vec<(usize, PublishOutcome)>,
@@ -164,6 +164,7 @@ impl Sender {
                     return part.done;
                 }
                 if line.is_blocked() {
+                    self.put_back(line);
                     part.fail(FailureScope::Broker, blocked);
                     return part.done;
                 }
@@ -174,7 +175,10 @@ impl Sender {
                 };
                 if let Some(trouble) = part.run(&line, count, until).await {
                     match trouble {
-                        Trouble::Client(error) if blame(&error) != Blame::Nobody => {
+                        // What ends the connection blames no message, whatever it says.
+                        Trouble::Client(error)
+                            if line.is_connected() && blame(&error) != Blame::Nobody =>
+                        {
                             // Alone it is the culprit; otherwise each goes alone until one is.
                             if count == 1 {
                                 part.reject_first(error);
@@ -192,7 +196,7 @@ impl Sender {
                 }
             }
             drop(line);
-            line = match Line::open(&self.link, until).await {
+            line = match self.open(until).await {
                 Ok(line) => line,
                 Err(error) => {
                     part.fail_with(FailureScope::Broker, error);
@@ -207,7 +211,7 @@ impl Sender {
         part.done
     }
 
-    fn record<'a>(&self, outgoing: &'a Outgoing, header_bytes_max: usize) -> Result<Record<'a>> {
+    fn record(&self, outgoing: &Outgoing, header_bytes_max: usize) -> Result<Record> {
         let message = &outgoing.message;
         let place = Place::read(&message.destination)?;
         let shard = self.shards.queue_of(message);
@@ -225,7 +229,7 @@ impl Sender {
             exchange,
             routing_key,
             properties: record::properties(outgoing, header_bytes_max)?,
-            body: message.payload.as_deref().unwrap_or_default(),
+            body: message.payload.clone().unwrap_or_default(),
         })
     }
 
@@ -243,9 +247,23 @@ impl Sender {
             match idle {
                 Some(line) if line.is_usable() => return Ok(line),
                 Some(_) => {}
-                None => return Line::open(&self.link, until).await,
+                None => return self.open(until).await,
             }
         }
+    }
+
+    /// A new line. A broker that reads no more would not answer, and the alarm is the reason to tell.
+    async fn open(&self, until: Instant) -> Result<Line> {
+        if self.link.is_blocked() {
+            return Err(blocked());
+        }
+        let opened = Line::open(&self.link, until).await;
+        opened.map_err(|error| {
+            if self.link.is_blocked() {
+                return blocked();
+            }
+            error
+        })
     }
 
     fn put_back(&self, line: Line) {
@@ -274,10 +292,10 @@ impl Sender {
     }
 }
 
-impl Part<'_> {
+impl Part {
     /// Runs the first `count` and settles those that were answered; the others stay in front.
     async fn run(&mut self, line: &Line, count: usize, until: Instant) -> Option<Trouble> {
-        let (places, records): (Vec<usize>, Vec<Record<'_>>) =
+        let (places, records): (Vec<usize>, Vec<Record>) =
             self.left.drain(..count.min(self.left.len())).unzip();
         let (answers, trouble) = line.run(&records, until).await;
         let mut open = Vec::new();
@@ -293,10 +311,8 @@ impl Part<'_> {
                 Answer::Refused => {
                     let detail = format!("a queue of {} takes no more", name());
                     let error = Error::new(ErrorKind::Busy, "publish", detail);
-                    // Through an exchange other queues may have taken it.
-                    let direct = record.exchange.as_str().is_empty();
-                    let stored = if direct { Stored::No } else { Stored::Unknown };
-                    failed(FailureScope::Destination, stored, error)
+                    // Another queue may have taken it, and one that crashed may have stored it before.
+                    failed(FailureScope::Destination, Stored::Unknown, error)
                 }
                 Answer::None | Answer::Unsent => {
                     self.tried |= answer == Answer::None;
@@ -336,7 +352,8 @@ impl Part<'_> {
                 Error::new(ErrorKind::Timeout, "publish", "no confirm in time")
             }),
             Trouble::Client(error) => {
-                let scope = if line.connection.status().connected() {
+                // The client gives out such errors before it says that it is not connected.
+                let scope = if line.is_connected() && !ends_connection(&error) {
                     FailureScope::Destination
                 } else {
                     FailureScope::Broker

@@ -1,6 +1,7 @@
 //! Consuming: one supervised consumer a queue. Whatever ends it, it is attached again.
 
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use super::arguments::short;
 use super::balance::{Balance, Shift};
 use super::config::RabbitMqConfig;
 use super::desk::{Desk, Generation, Item};
-use super::error::mapped;
+use super::error::{is_unreadable, mapped};
 use super::link::{Link, PAUSE};
 use super::place::{Place, Shards};
 use super::record::received;
@@ -29,6 +30,8 @@ use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest, Topolog
 use crate::error::{Error, ErrorKind, Result, cut};
 
 const OPERATION: &str = "subscribe";
+/// A channel that lived for so long was well.
+const STEADY: Duration = Duration::from_secs(30);
 
 pub(super) async fn subscribe(
     config: &Arc<RabbitMqConfig>,
@@ -78,7 +81,7 @@ pub(super) async fn subscribe(
         // Unchecked asks nothing: what is missing shows as a report.
         let attached = match request.topology {
             TopologyMode::Unchecked => None,
-            _ => Some(post.attach().await?),
+            _ => Some(post.attach(post.prefetch).await?),
         };
         posted.spawn(post.hold(attached, stopping.clone()));
     }
@@ -120,10 +123,13 @@ impl Subscription for RabbitSubscription {
         self.stop.send_replace(Some(until));
         Box::pin(async move {
             let mut orderly = true;
-            while let Some(ended) = self.posted.join_next().await {
-                orderly &= ended.unwrap_or(false);
-            }
-            if orderly {
+            let all = async {
+                while let Some(ended) = self.posted.join_next().await {
+                    orderly &= ended.unwrap_or(false);
+                }
+            };
+            let in_time = timeout_at(until, all).await.is_ok();
+            if in_time && orderly {
                 return Ok(());
             }
             let detail = "the broker did not confirm that the channels are closed";
@@ -153,6 +159,25 @@ struct Post {
     answer_deadline: Duration,
 }
 
+/// How often in a row a consumer lost its channel soon after it was attached.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Setbacks {
+    count: u32,
+    /// Whether a message could not be read. Whatever is prefetched beside such a one counts as delivered each time, and
+    /// a quorum queue may drop what was delivered too often.
+    unreadable: bool,
+}
+
+impl Setbacks {
+    fn add(&mut self, lived: Duration, unreadable: bool) {
+        if lived >= STEADY {
+            *self = Self::default();
+        }
+        self.count = self.count.saturating_add(1);
+        self.unreadable |= unreadable;
+    }
+}
+
 enum Ended {
     By(Error),
     /// Another member is to have the shard.
@@ -169,13 +194,14 @@ struct Attached {
 }
 
 impl Post {
-    async fn attach(&self) -> Result<Attached> {
+    async fn attach(&self, prefetch: u16) -> Result<Attached> {
         let until = Instant::now() + self.answer_deadline;
         let (connection, channel) = self.link.channel(OPERATION, until).await?;
+        let until = Instant::now() + self.answer_deadline;
         let attaching = async {
             // Before the consumer, whose buffer in the client has no bound of its own.
             let each = BasicQosOptions { global: false };
-            channel.basic_qos(self.prefetch, each).await?;
+            channel.basic_qos(prefetch, each).await?;
             let queue = short(&self.queue).unwrap_or_default();
             let tag = short(cut(&self.consumer, 255)).unwrap_or_default();
             let options = BasicConsumeOptions::default();
@@ -193,9 +219,8 @@ impl Post {
                 })
             }
             Ok(Err(error)) => Err(mapped(OPERATION, &self.queue, error)),
+            // The queue may be slow alone, and others use the connection. One that is dead opens no channel the next time.
             Err(_) => {
-                self.link
-                    .forget(&connection, "a consumer was not attached in time");
                 let detail = format!("no consumer on {} in time", self.queue);
                 Err(Error::new(ErrorKind::Unavailable, OPERATION, detail))
             }
@@ -208,25 +233,31 @@ impl Post {
         mut attached: Option<Attached>,
         mut stopping: watch::Receiver<Option<Instant>>,
     ) -> bool {
-        let mut failures = 0;
+        let mut setbacks = Setbacks::default();
         loop {
-            self.shift.busy.store(false, Ordering::Release);
+            self.shift.forget();
+            let prefetch = if setbacks.unreadable {
+                1
+            } else {
+                self.prefetch
+            };
             let next = match attached.take() {
                 Some(attached) => Ok(attached),
                 None => tokio::select! {
-                    next = self.attach() => next,
+                    next = self.attach(prefetch) => next,
                     _ = stopping.wait_for(Option::is_some) => return true,
                 },
             };
-            match next {
+            let attached_at = Instant::now();
+            let error = match next {
                 Ok(mut next) => {
-                    failures = 0;
                     let ended = tokio::select! {
                         error = self.consume(&mut next) => Ended::By(error),
                         () = self.shift.asked.notified() => Ended::Shift,
                         _ = stopping.wait_for(Option::is_some) => Ended::Stop,
                     };
                     if matches!(ended, Ended::Shift) {
+                        self.shift.forget();
                         tokio::select! {
                             () = self.desk.drain(&next.generation, self.drain_deadline) => {}
                             _ = stopping.wait_for(Option::is_some) => {}
@@ -234,11 +265,16 @@ impl Post {
                     }
                     self.desk.end(&next.generation);
                     match ended {
-                        Ended::By(error) => self.tell(error),
+                        Ended::By(error) => error,
                         Ended::Shift => {
                             let until = Instant::now() + self.answer_deadline;
-                            leave(&next.channel, until).await;
-                            continue;
+                            let mut leaving = pin!(leave(&next.channel, until));
+                            tokio::select! {
+                                _ = &mut leaving => continue,
+                                _ = stopping.wait_for(Option::is_some) => {}
+                            }
+                            let until = stopping.borrow().unwrap_or_else(Instant::now);
+                            return timeout_at(until, leaving).await.unwrap_or(false);
                         }
                         Ended::Stop => {
                             let until = stopping.borrow().unwrap_or_else(Instant::now);
@@ -246,10 +282,11 @@ impl Post {
                         }
                     }
                 }
-                Err(error) => self.tell(error),
-            }
-            failures = u32::saturating_add(failures, 1);
-            let pause = PAUSE.delay(failures, None, &mut fastrand::Rng::new());
+                Err(error) => error,
+            };
+            setbacks.add(attached_at.elapsed(), is_unreadable(&error));
+            self.tell(error);
+            let pause = PAUSE.delay(setbacks.count, None, &mut fastrand::Rng::new());
             tokio::select! {
                 () = sleep(pause) => {}
                 _ = stopping.wait_for(Option::is_some) => return true,
@@ -283,6 +320,13 @@ impl Post {
                 queue = self.queue,
                 error = text,
                 "a delivery was unsettled for longer than the broker's consumer_timeout"
+            );
+        } else if is_unreadable(&error) {
+            tracing::error!(
+                queue = self.queue,
+                error = text,
+                "the client cannot read a message of this queue, or of another on the same connection: remove it by other \
+                 means; until then one message is taken at a time"
             );
         } else {
             tracing::debug!(queue = self.queue, error = text, "attaching again");
@@ -344,5 +388,27 @@ async fn leave(channel: &Channel, until: Instant) -> bool {
         // It was gone already: nothing is unheard of that is not brought again.
         Ok(Err(_)) => true,
         Err(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A connection that dies of the same message soon after each attaching must not be made anew at full speed for ever.
+    #[test]
+    fn only_a_channel_that_lives_ends_the_setbacks() {
+        let mut setbacks = Setbacks::default();
+        for count in 1..=20 {
+            setbacks.add(Duration::from_millis(50), count == 3);
+            assert_eq!(setbacks.count, count);
+            assert_eq!(setbacks.unreadable, count >= 3);
+        }
+        setbacks.add(STEADY, false);
+        let first = Setbacks {
+            count: 1,
+            unreadable: false,
+        };
+        assert_eq!(setbacks, first);
     }
 }

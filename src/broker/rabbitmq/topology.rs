@@ -246,26 +246,28 @@ impl Surveyor<'_> {
         routing_key: &str,
         matching: &[(&str, &str)],
     ) -> Result<()> {
+        if self.shards.of(queue).is_some() {
+            // With one routing key for all each would get every message.
+            let limit = format!("one queue: bind {queue}.0 and so on, each by keys of its own");
+            return Err(Error::configuration("queue", limit, queue));
+        }
         let mut all = FieldTable::default();
         for (name, value) in matching {
             all.insert(self.short(name)?, text(value));
         }
-        for queue in self.shards.queues(queue)? {
-            let until = self.until();
-            let (_connection, channel) = self.link.channel(self.operation, until).await?;
-            let asked = channel.queue_bind(
-                self.short(&queue)?,
-                self.short(exchange)?,
-                self.short(routing_key)?,
-                QueueBindOptions::default(),
-                all.clone(),
-            );
-            let detail = format!("{queue} to {exchange}");
-            if let Err(error) = self.answer(&queue, until, asked).await? {
-                return Err(mapped(self.operation, &detail, error));
-            }
-        }
-        Ok(())
+        let queue = super::place::queue(queue)?;
+        let until = self.until();
+        let (_connection, channel) = self.link.channel(self.operation, until).await?;
+        let asked = channel.queue_bind(
+            self.short(queue)?,
+            self.short(exchange)?,
+            self.short(routing_key)?,
+            QueueBindOptions::default(),
+            all,
+        );
+        let detail = format!("{queue} to {exchange}");
+        let bound = self.answer(queue, until, asked).await?;
+        bound.map_err(|error| mapped(self.operation, &detail, error))
     }
 
     fn until(&self) -> Instant {

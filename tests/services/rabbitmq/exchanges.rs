@@ -1,11 +1,11 @@
 //! Destinations through exchanges of every kind.
 
 use relaybox::Message;
-use relaybox::broker::rabbitmq::{ExchangeKind, QueueKind};
+use relaybox::broker::rabbitmq::{ExchangeKind, QueueKind, RabbitMq};
 use relaybox::broker::{PublishOutcome, Publisher, RejectionScope, Subscriber};
-use relaybox_testcontainers::unique_name;
+use relaybox_testcontainers::{shared_rabbitmq, unique_name};
 
-use super::{connect, message, publish, publish_all, queue, request, subscribe, take};
+use super::{config, connect, message, publish, publish_all, queue, request, subscribe, take};
 
 fn is_unroutable(outcome: &PublishOutcome) -> bool {
     matches!(
@@ -77,6 +77,33 @@ async fn of_many_in_one_run_exactly_the_unroutable_are_refused() {
         let stored = bound.iter().filter(|bound| **bound).count();
         assert_eq!(depth.messages, stored as u64);
     }
+}
+
+/// With one key for all of them each would get every message.
+#[tokio::test]
+async fn a_name_with_shards_is_not_bound_as_one() {
+    let name = unique_name("sharded");
+    let url = shared_rabbitmq().await.url();
+    let rabbitmq = RabbitMq::connect(config(url).with_shards(&name, 2))
+        .await
+        .unwrap();
+    rabbitmq
+        .declare_queue(&name, QueueKind::Quorum)
+        .await
+        .unwrap();
+    let exchange = unique_name("events");
+    rabbitmq
+        .declare_exchange(&exchange, ExchangeKind::Direct)
+        .await
+        .unwrap();
+    let refused = rabbitmq.bind(&name, &exchange, "k", &[]).await.unwrap_err();
+    assert_eq!(refused.violation().unwrap().field, "queue");
+    rabbitmq
+        .bind(&format!("{name}.0"), &exchange, "k", &[])
+        .await
+        .unwrap();
+    publish_all(&rabbitmq, &[message(&format!("{exchange}/k"), "0")]).await;
+    assert_eq!(rabbitmq.depth(&name).await.unwrap().messages, 1);
 }
 
 #[tokio::test]

@@ -1,14 +1,17 @@
 //! Refusals and limits.
 
+use std::future::poll_fn;
+use std::task::Poll;
+
 use lapin::types::AMQPValue;
 use relaybox::Message;
-use relaybox::broker::rabbitmq::RabbitMq;
-use relaybox::broker::{FailureScope, PublishOutcome, Publisher, RejectionScope, Stored};
+use relaybox::broker::rabbitmq::{QueueKind, RabbitMq, RabbitMqConfig};
+use relaybox::broker::{self, FailureScope, PublishOutcome, Publisher, RejectionScope, Stored};
 use relaybox_testcontainers::{Proxy, shared_rabbitmq, unique_name};
 
 use super::{
-    SECOND, config, connect, message, publish, publish_all, queue, raw, raw_queue, request,
-    subscribe, take, until_confirmed,
+    SECOND, config, connect, eventually, message, publish, publish_all, queue, raw, raw_queue,
+    request, subscribe, take, until_confirmed,
 };
 
 #[tokio::test]
@@ -30,7 +33,7 @@ async fn a_full_queue_refuses_and_takes_again_once_there_is_room() {
             outcome,
             PublishOutcome::Failed {
                 scope: FailureScope::Destination,
-                stored: Stored::No,
+                stored: Stored::Unknown,
                 ..
             }
         );
@@ -141,6 +144,65 @@ async fn what_is_stored_and_not_confirmed_is_unknown() {
     until_confirmed(&rabbitmq, &batch[0]).await;
     let again = super::receive(&mut subscription, 1).await.remove(0);
     assert_eq!(again.incoming.message.id, batch[0].message.id);
+}
+
+/// Nothing refuses at the first: its silence must not take the time of the second.
+#[tokio::test]
+async fn a_silent_first_address_leaves_time_for_the_second() {
+    let shared = shared_rabbitmq().await;
+    let proxy = Proxy::start(shared.address()).await.unwrap();
+    proxy.blackhole();
+    let config = config(shared.url_by(&proxy.address())).with_url(shared.url());
+    let rabbitmq = RabbitMq::connect(config).await.unwrap();
+    let name = queue(&rabbitmq, "orders").await;
+    publish_all(&rabbitmq, &[message(&name, "0")]).await;
+}
+
+/// What waits to be written when a call is given up is written all the same, and harms nobody on the connection.
+#[tokio::test]
+async fn calls_given_up_in_the_middle_harm_no_others() {
+    const CALLS: usize = 24;
+    let shared = shared_rabbitmq().await;
+    let proxy = Proxy::start(shared.address()).await.unwrap();
+    let config = RabbitMqConfig::new(shared.url_by(&proxy.address()))
+        .with_heartbeat(60 * SECOND)
+        .with_channels(CALLS);
+    let rabbitmq = RabbitMq::connect(config).await.unwrap();
+    let direct = connect().await;
+    let prefix = unique_name("given-up");
+    let mut each = Vec::new();
+    for number in 0..CALLS {
+        let name = format!("{prefix}-{number}");
+        direct
+            .declare_queue(&name, QueueKind::Classic)
+            .await
+            .unwrap();
+        each.push(message(&name, "0"));
+    }
+    // As many idle channels as calls.
+    publish_all(&rabbitmq, &each).await;
+    let before = proxy.connections();
+    let name = &each[0].message.destination;
+    let large = "x".repeat(512 * 1_024);
+    let batch = [message(name, large.clone()), message(name, large)];
+    // More than all buffers on the way hold.
+    proxy.blackhole();
+    for _ in 0..CALLS {
+        let mut call = Box::pin(rabbitmq.publish(&batch));
+        poll_fn(|cx| Poll::Ready(assert!(call.as_mut().poll(cx).is_pending()))).await;
+    }
+    proxy.pass();
+    until_confirmed(&rabbitmq, &each[1]).await;
+    eventually("all are there", || async {
+        broker::Subscriber::depth(&direct, name)
+            .await
+            .unwrap()
+            .messages
+            == 1 + 2 * CALLS as u64
+    })
+    .await;
+    publish_all(&rabbitmq, &each).await;
+    assert_eq!(proxy.connections(), before);
 }
 
 #[tokio::test]

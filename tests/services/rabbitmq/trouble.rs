@@ -51,6 +51,13 @@ async fn an_alarm_fails_publishing_at_once_and_consuming_goes_on() {
         )
     });
     assert!(not_written, "{outcomes:?}");
+    // However often, and for as many queues as never had a channel: at once, and for this reason.
+    for turn in 0..12 {
+        let batch = [message(&name, "0"), message(&format!("{name}-{turn}"), "0")];
+        for outcome in publish(&rabbitmq, &batch).await {
+            assert!(format!("{outcome:?}").contains("alarm"), "{outcome:?}");
+        }
+    }
 
     let mut subscription = subscribe(&rabbitmq, request(&name)).await;
     assert_eq!(take(&mut subscription, 20).await.len(), 20);
@@ -172,6 +179,31 @@ async fn a_delivery_held_beyond_the_brokers_patience_comes_again() {
     assert_eq!(text(&again), "0");
     assert!(!held.receipt.is_current());
     acknowledge(held).await;
+}
+
+/// Foreign text in a field that the protocol wants in UTF-8 ends the connection on which it comes.
+#[tokio::test]
+async fn a_message_that_cannot_be_read_is_told_and_costs_no_others() {
+    let node = own_node().await;
+    let rabbitmq = on(&node).await;
+    let name = queue(&rabbitmq, "orders").await;
+    let batch: Vec<_> = (0..3).map(|n| message(&name, n.to_string())).collect();
+    publish_all(&rabbitmq, &batch).await;
+    let latin = format!(
+        "rabbit_basic:publish(rabbit_misc:r(<<\"/\">>, exchange, <<>>), <<\"{name}\">>, \
+         [{{message_id, <<255>>}}], <<\"x\">>)."
+    );
+    node.ctl(&["eval", &latin]).await.unwrap();
+    let mut subscription = subscribe(&rabbitmq, request(&name)).await;
+    let unread = || async {
+        let health = subscription.health().detail.unwrap_or_default();
+        health.contains(&name) && health.contains("parse")
+    };
+    eventually("it is told", unread).await;
+    // One at a time, what is in front of it is handled.
+    for number in ["0", "1", "2"] {
+        assert_eq!(take(&mut subscription, 1).await, [number]);
+    }
 }
 
 #[tokio::test]
