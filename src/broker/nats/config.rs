@@ -41,7 +41,7 @@ pub(super) struct Alias {
 /// | ping interval | 10 s | 1 s to 10 min |
 /// | publish deadline | 10 s | 1 s to 10 min |
 /// | in flight | 1,024 | 1 to 65,536 |
-/// | limits | [`Limits::default`] | message at most 60 MB |
+/// | limits | [`Limits::default`] | message at most 31 MB |
 /// | answer deadline | 5 s | 100 ms to 1 min |
 /// | ack wait | 30 s | 500 ms to 24 h |
 /// | ack pending | 10,000 | 1 to 1,000,000 |

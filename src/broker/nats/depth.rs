@@ -23,7 +23,7 @@ pub(super) async fn depth(config: &NatsConfig, link: &Link, destination: &str) -
     if let Some(stream) = stream_by_subject(link, DEPTH, destination).await? {
         return of_subjects(link, &stream, &[destination.to_owned()]).await;
     }
-    let feed = feed_of(config, "", destination);
+    let feed = feed_of(config, "", destination, 0);
     of_subjects(link, &feed.stream, &feed.filters).await
 }
 
@@ -34,7 +34,7 @@ pub(super) async fn lag(
     consumer: &str,
     source: &str,
 ) -> Result<Backlog> {
-    let mut feed = feed_of(config, consumer, source);
+    let mut feed = feed_of(config, consumer, source, 0);
     if stream_info(link, LAG, &feed.stream).await?.is_none() {
         // A rung is asked for by its subject.
         match stream_by_subject(link, LAG, source).await? {

@@ -88,6 +88,11 @@ impl Desk {
         self.arrived.notify_one();
     }
 
+    /// Whether nothing is delivered any more.
+    pub(super) fn has_ended(&self) -> bool {
+        self.state().end.is_some()
+    }
+
     // ---- The receiver's side
 
     /// Waits for deliveries. What is taken from the queue is returned at once, so dropping the future loses nothing.
@@ -164,6 +169,17 @@ impl Desk {
     }
 }
 
+/// Held by a puller: one that ends without being asked to ends the subscription, so that nobody waits for what it
+/// would have brought.
+pub(super) struct Vigil(pub(super) Arc<Desk>);
+
+impl Drop for Vigil {
+    fn drop(&mut self) {
+        let detail = "what receives from a source ended before its time";
+        self.0.fail(Error::new(ErrorKind::Other, "receive", detail));
+    }
+}
+
 /// The receipt of one delivery.
 struct Ticket {
     desk: Arc<Desk>,
@@ -206,6 +222,7 @@ impl Drop for Ticket {
 mod tests {
     use async_nats::Subject;
     use bytes::Bytes;
+    use time::OffsetDateTime;
     use tokio::time::Instant;
 
     use super::super::shelf::release;
@@ -213,6 +230,7 @@ mod tests {
     use crate::message::Message;
 
     const WAIT: Duration = Duration::from_secs(30);
+    const STORED_AT: OffsetDateTime = OffsetDateTime::UNIX_EPOCH;
 
     fn later() -> Instant {
         Instant::now() + WAIT
@@ -220,7 +238,7 @@ mod tests {
 
     fn lay_out(desk: &Arc<Desk>, shelf: &Arc<Shelf>, sequence: u64, until: Instant) {
         let reply = Subject::from(format!("reply.{sequence}"));
-        if let Some((lease, _)) = shelf.take_in(sequence, reply, until) {
+        if let Some((lease, _)) = shelf.take_in(sequence, STORED_AT, reply, until) {
             desk.offer(Item {
                 shelf: Arc::clone(shelf),
                 lease,
@@ -281,14 +299,62 @@ mod tests {
         let delivery = desk.receive(9).await.unwrap().remove(0);
         assert_eq!(delivery.coordinates.offset.as_deref(), Some("2"));
         assert!(delivery.receipt.is_current());
-        shelf.close();
+        let held: Vec<_> = shelf.close().into_keys().collect();
+        assert_eq!(held, [2]);
         assert!(!delivery.receipt.is_current());
         delivery
             .receipt
             .settle(Settlement::Acknowledge)
             .await
             .unwrap();
-        assert_eq!(words(&shelf), [("reply.2".to_owned(), "-NAK".to_owned())]);
+        assert!(words(&shelf).is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_is_given_back_is_in_its_order_and_what_is_lost_is_left_alone() {
+        let desk = Desk::new(99);
+        let shelf = Shelf::new("s".into(), 99);
+        for sequence in (1..=64).rev() {
+            lay_out(&desk, &shelf, sequence, later());
+        }
+        lay_out(&desk, &shelf, 65, Instant::now());
+        // A sign of life would take it from who has it now.
+        let ending = shelf.ending(later() + WAIT);
+        assert!(ending.iter().all(|lease| lease.sequence != 65));
+        let held: Vec<_> = shelf.close().into_keys().collect();
+        assert_eq!(held, (1..=64).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn a_puller_that_dies_ends_the_subscription() {
+        let desk = Desk::new(9);
+        assert!(!desk.has_ended());
+        drop(Vigil(Arc::clone(&desk)));
+        assert!(desk.has_ended());
+        let error = desk.receive(1).await.err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Other);
+
+        let desk = Desk::new(9);
+        desk.close();
+        drop(Vigil(Arc::clone(&desk)));
+        let error = desk.receive(1).await.err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Closed);
+    }
+
+    #[tokio::test]
+    async fn a_stream_that_was_made_anew_delivers_under_the_old_sequences() {
+        let desk = Desk::new(9);
+        let shelf = Shelf::new("s".into(), 9);
+        lay_out(&desk, &shelf, 1, later());
+        let old = desk.receive(9).await.unwrap().remove(0);
+        let anew = STORED_AT + WAIT;
+        let (lease, _) = shelf.take_in(1, anew, "anew".into(), later()).unwrap();
+        assert!(!old.receipt.is_current());
+        old.receipt.settle(Settlement::Acknowledge).await.unwrap();
+        assert!(words(&shelf).is_empty());
+        assert!(shelf.is_current(&lease));
+        shelf.settle(&lease, Settlement::Acknowledge);
+        assert_eq!(words(&shelf), [("anew".to_owned(), "+ACK".to_owned())]);
     }
 
     #[tokio::test]
@@ -297,7 +363,11 @@ mod tests {
         let shelf = Shelf::new("s".into(), 9);
         lay_out(&desk, &shelf, 1, later());
         let delivery = desk.receive(9).await.unwrap().remove(0);
-        assert!(shelf.take_in(1, "again".into(), later()).is_none());
+        assert!(
+            shelf
+                .take_in(1, STORED_AT, "again".into(), later())
+                .is_none()
+        );
         assert!(desk.try_receive(9).is_none());
         delivery
             .receipt
@@ -305,7 +375,7 @@ mod tests {
             .await
             .unwrap();
         assert_eq!(words(&shelf), [("again".to_owned(), "+ACK".to_owned())]);
-        assert!(shelf.take_in(1, "new".into(), later()).is_some());
+        assert!(shelf.take_in(1, STORED_AT, "new".into(), later()).is_some());
     }
 
     #[tokio::test]
@@ -318,7 +388,9 @@ mod tests {
         delivery.receipt.settle(settlement).await.unwrap();
         let word = r#"-NAK {"delay": 30000000000}"#;
         assert_eq!(words(&shelf), [("reply.1".to_owned(), word.to_owned())]);
-        let (_, wait) = shelf.take_in(1, "early".into(), later()).unwrap();
+        let (_, wait) = shelf
+            .take_in(1, STORED_AT, "early".into(), later())
+            .unwrap();
         assert!(wait.is_some());
         assert!(release(Duration::MAX).starts_with(b"-NAK {"));
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, pull};
 use async_nats::jetstream::context::ConsumerInfoErrorKind;
@@ -17,6 +18,8 @@ use crate::broker::TopologyMode;
 use crate::error::{Error, ErrorKind, Result};
 
 const OPERATION: &str = "subscribe";
+/// How long a question stands at the server, in heartbeats.
+const EXPIRES_HEARTBEATS: u32 = 6;
 /// Two consumers of one work queue would each need a part of it for themselves.
 const WORK_QUEUE_TAKEN: [u64; 2] = [10_099, 10_100];
 
@@ -30,8 +33,15 @@ pub(super) struct Feed {
     /// Patterns of its subjects; none means all of the stream's.
     pub(super) filters: Vec<String>,
     pub(super) is_rung: bool,
+    /// Most messages held, and so asked for at a time.
+    pub(super) quota: usize,
     /// Whether the server is asked about it at all.
     pub(super) checked: bool,
+}
+
+/// How long a question for messages stands at the server.
+pub(super) fn expires(config: &NatsConfig) -> Duration {
+    config.heartbeat * EXPIRES_HEARTBEATS
 }
 
 /// A durable consumer as it is now; nothing if there is none.
@@ -226,6 +236,21 @@ fn verify_consumer(config: &NatsConfig, feed: &Feed, info: &consumer::Info) -> R
         ),
         ("backoff", "[]".to_owned(), format!("{:?}", found.backoff)),
         (
+            "headers_only",
+            wanted.headers_only.to_string(),
+            found.headers_only.to_string(),
+        ),
+        (
+            "inactive_threshold",
+            format!("{:?}", wanted.inactive_threshold),
+            format!("{:?}", found.inactive_threshold),
+        ),
+        (
+            "replay_policy",
+            format!("{:?}", wanted.replay_policy),
+            format!("{:?}", found.replay_policy),
+        ),
+        (
             "filter_subjects",
             format!("{wanted_filters:?}"),
             format!("{found_filters:?}"),
@@ -239,6 +264,22 @@ fn verify_consumer(config: &NatsConfig, feed: &Feed, info: &consumer::Info) -> R
                 found,
             ));
         }
+    }
+    // Less than what is asked for would refuse every question.
+    let batch = u64::try_from(found.max_batch).unwrap_or(0);
+    let asked = u64::try_from(feed.quota).unwrap_or(u64::MAX);
+    if batch > 0 && batch < asked {
+        let limit = format!("none or at least {asked} for {name}");
+        return Err(Error::configuration("max_batch", limit, batch.to_string()));
+    }
+    let (kept, asked) = (found.max_expires, expires(config));
+    if !kept.is_zero() && kept < asked {
+        let limit = format!("none or at least {asked:?} for {name}");
+        return Err(Error::configuration(
+            "max_expires",
+            limit,
+            format!("{kept:?}"),
+        ));
     }
     Ok(())
 }

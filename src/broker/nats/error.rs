@@ -11,6 +11,9 @@ use async_nats::{ConnectError, ConnectErrorKind};
 use crate::broker::{FailureScope, PublishOutcome, RejectionScope, Stored};
 use crate::error::{Error, ErrorKind};
 
+/// The status of what passes by waiting.
+const TOO_MANY_REQUESTS: usize = 429;
+
 /// What an answer says about one message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
@@ -60,9 +63,28 @@ fn verdict_on_code(code: Code, status: usize) -> Verdict {
         | Code::STREAM_TOO_MANY_REQUESTS => Verdict::NotStored,
         // The first of its kind is still on its way to the disk.
         Code::STREAM_DUPLICATE_MESSAGE_CONFLICT => Verdict::Unknown,
-        // Anything else that is the sender's fault by its status, for example a header that the stream does not allow.
-        _ if (400..500).contains(&status) => Verdict::Message,
+        _ if status == TOO_MANY_REQUESTS => Verdict::NotStored,
+        // Of what is not known, no message is blamed: parked it would not come back by itself.
+        _ if (400..500).contains(&status) => Verdict::Destination,
         _ => Verdict::Unknown,
+    }
+}
+
+/// Whether there is no JetStream, or only none for now, for example because a cluster has no leader.
+pub(super) fn without_jetstream(refusal: &ServerError) -> ErrorKind {
+    match refusal.error_code() {
+        Code::JETSTREAM_NOT_ENABLED | Code::JETSTREAM_NOT_ENABLED_FOR_ACCOUNT => {
+            ErrorKind::Configuration
+        }
+        _ => ErrorKind::Unavailable,
+    }
+}
+
+/// What a refusal of something to be made means: whether the server may think otherwise later.
+pub(super) fn not_made(refusal: Option<&ServerError>) -> ErrorKind {
+    match refusal.map(ServerError::code) {
+        Some(status) if status < 500 && status != TOO_MANY_REQUESTS => ErrorKind::Rejected,
+        _ => ErrorKind::Unavailable,
     }
 }
 
@@ -125,10 +147,13 @@ pub(super) fn failed(scope: FailureScope, stored: Stored, error: Error) -> Publi
 mod tests {
     use super::*;
 
+    fn server_said(status: usize, code: u64) -> ServerError {
+        let text = format!(r#"{{"code":{status},"err_code":{code},"description":"x"}}"#);
+        serde_json::from_str(&text).unwrap_or_else(|_| unreachable!())
+    }
+
     fn said(code: u64) -> PublishError {
-        let text = format!(r#"{{"code":400,"err_code":{code},"description":"x"}}"#);
-        let error: ServerError = serde_json::from_str(&text).unwrap_or_else(|_| unreachable!());
-        PublishError::with_source(PublishErrorKind::Other, error)
+        PublishError::with_source(PublishErrorKind::Other, server_said(400, code))
     }
 
     #[test]
@@ -145,6 +170,42 @@ mod tests {
         for code in [10_060, 10_109] {
             assert_eq!(verdict(&said(code)), Verdict::Destination, "{code}");
         }
+    }
+
+    #[test]
+    fn an_unknown_refusal_parks_no_message() {
+        for (status, expected) in [
+            (400, Verdict::Destination),
+            (403, Verdict::Destination),
+            (429, Verdict::NotStored),
+            (500, Verdict::Unknown),
+        ] {
+            let error =
+                PublishError::with_source(PublishErrorKind::Other, server_said(status, 19_999));
+            assert_eq!(verdict(&error), expected, "{status}");
+        }
+    }
+
+    #[test]
+    fn what_passes_is_not_told_as_permanent() {
+        for (status, code, expected) in [
+            (503, 10_039, ErrorKind::Configuration),
+            (503, 10_076, ErrorKind::Configuration),
+            (503, 10_008, ErrorKind::Unavailable),
+        ] {
+            let kind = without_jetstream(&server_said(status, code));
+            assert_eq!(kind, expected, "{code}");
+        }
+        for (status, expected) in [
+            (400, ErrorKind::Rejected),
+            (429, ErrorKind::Unavailable),
+            (500, ErrorKind::Unavailable),
+            (503, ErrorKind::Unavailable),
+        ] {
+            let kind = not_made(Some(&server_said(status, 10_047)));
+            assert_eq!(kind, expected, "{status}");
+        }
+        assert_eq!(not_made(None), ErrorKind::Unavailable);
     }
 
     #[test]

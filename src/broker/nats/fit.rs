@@ -51,7 +51,7 @@ impl Parts {
             let text = native_value(header).map(|value| (header.name.clone(), value.to_owned()));
             if encoded.contains(header.name.as_str()) {
                 rest.push(header);
-                parts.courtesy.extend(text);
+                parts.courtesy.extend(text.filter(|_| !acts(header)));
             } else {
                 parts.native.extend(text);
             }
@@ -110,6 +110,16 @@ fn encoded_names<'a>(envelope: &'a Headers, users: &'a Headers) -> BTreeSet<&'a 
         .chain(users)
         .map(|header| header.name.as_str())
         .collect()
+}
+
+/// Whether a reader would take a line of this name for what a message holds besides its headers.
+fn acts(header: &Header) -> bool {
+    let acting = [
+        headers::KEY,
+        headers::NULL_PAYLOAD,
+        headers::ENCODED_HEADERS,
+    ];
+    acting.contains(&header.name.as_str())
 }
 
 /// The value as it can stand in a header line and be read back equal.

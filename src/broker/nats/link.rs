@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::config::{Credentials, NatsConfig};
-use super::error::{disconnected, mapped, not_connected};
+use super::error::{disconnected, mapped, not_connected, without_jetstream};
 use super::tls;
 use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::Health;
@@ -58,6 +58,8 @@ pub(super) struct Changes {
     pub(super) connections: u64,
     /// Subjects refused.
     pub(super) denials: u64,
+    /// The client gave the connection up and makes no other one.
+    pub(super) over: bool,
 }
 
 #[derive(Default)]
@@ -107,6 +109,18 @@ impl Notes {
     }
 }
 
+/// Dropped with the client's task. That may have panicked over what it read, and the client's own state does not tell.
+struct LastWord(Arc<Notes>);
+
+impl Drop for LastWord {
+    fn drop(&mut self) {
+        self.0.changes.send_modify(|changes| {
+            changes.losses += 1;
+            changes.over = true;
+        });
+    }
+}
+
 /// The subject that a server's error says may not be published to.
 fn denied_subject(text: &str) -> Option<&str> {
     let start = text.get(..PUBLISH_DENIED.len())?;
@@ -153,18 +167,26 @@ impl Link {
             .await?;
         if let Some(refusal) = account.error {
             let detail = format!("no JetStream at {}: {refusal}", link.tried);
-            return Err(Error::new(ErrorKind::Configuration, "connect", detail));
+            return Err(Error::new(without_jetstream(&refusal), "connect", detail));
         }
         Ok(link)
     }
 
     pub(super) fn is_connected(&self) -> bool {
-        self.client.connection_state() == State::Connected
+        !self.is_over() && self.client.connection_state() == State::Connected
+    }
+
+    /// Whether the client makes no connection any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.notes.changes.borrow().over
     }
 
     /// An error if there is no connection now.
     pub(super) fn require(&self, operation: &'static str) -> Result<()> {
         match self.client.connection_state() {
+            State::Connected if self.is_over() => {
+                Err(disconnected(operation, &self.tried, &State::Disconnected))
+            }
             State::Connected => Ok(()),
             state => Err(disconnected(operation, &self.tried, &state)),
         }
@@ -220,6 +242,43 @@ impl Link {
     }
 }
 
+/// A connection that several share, and that is made anew for all of them once the client gave it up.
+pub(super) struct Renewable {
+    config: NatsConfig,
+    current: Mutex<Arc<Link>>,
+    renewing: tokio::sync::Mutex<()>,
+}
+
+impl Renewable {
+    pub(super) fn new(config: &NatsConfig, link: Arc<Link>) -> Self {
+        Self {
+            config: config.clone(),
+            current: Mutex::new(link),
+            renewing: tokio::sync::Mutex::default(),
+        }
+    }
+
+    fn slot(&self) -> MutexGuard<'_, Arc<Link>> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn current(&self) -> Arc<Link> {
+        Arc::clone(&self.slot())
+    }
+
+    /// Another one than this, which is over.
+    pub(super) async fn renew(&self, over: &Arc<Link>) -> Result<Arc<Link>> {
+        let _one_at_a_time = self.renewing.lock().await;
+        let current = self.current();
+        if !Arc::ptr_eq(&current, over) && !current.is_over() {
+            return Ok(current);
+        }
+        let made = Arc::new(Link::connect(&self.config).await?);
+        *self.slot() = Arc::clone(&made);
+        Ok(made)
+    }
+}
+
 /// JetStream over a client. One deadline holds for questions and for confirmations, so publishing has a context of its
 /// own.
 pub(super) fn context(config: &NatsConfig, client: Client, deadline: Duration) -> Context {
@@ -253,6 +312,7 @@ async fn options(config: &NatsConfig, notes: Arc<Notes>) -> Result<ConnectOption
             .await
             .map_err(unusable("a credentials file that can be read"))?,
     };
+    let last_word = LastWord(notes);
     let mut options = options
         .name(&config.name)
         .ping_interval(config.ping_interval)
@@ -261,7 +321,7 @@ async fn options(config: &NatsConfig, notes: Arc<Notes>) -> Result<ConnectOption
         .tls_client_config(tls::client_config(config).await?)
         .reconnect_delay_callback(reconnect_delay)
         .event_callback(move |event| {
-            notes.take(&event);
+            last_word.0.take(&event);
             ready(())
         });
     if config.require_tls {
@@ -315,6 +375,16 @@ mod tests {
         assert_eq!(notes.book().denials.len(), DENIALS_MAX);
         assert_eq!(notes.changes.borrow().denials, 2 * DENIALS_MAX as u64);
         assert!(notes.book().denials.iter().all(|(_, at)| *at >= since));
+    }
+
+    #[test]
+    fn the_end_of_the_clients_task_is_a_loss_for_good() {
+        let notes = Arc::new(notes());
+        let mut changes = notes.changes.subscribe();
+        drop(LastWord(Arc::clone(&notes)));
+        assert!(changes.has_changed().is_ok_and(|changed| changed));
+        let now = *changes.borrow_and_update();
+        assert!(now.over && now.losses == 1, "{now:?}");
     }
 
     #[test]

@@ -14,7 +14,9 @@ mod config;
 mod depth;
 mod desk;
 mod durable;
+mod ear;
 mod error;
+mod farewell;
 mod fit;
 mod link;
 mod names;
@@ -29,6 +31,7 @@ mod subscriber;
 mod tls;
 mod topology;
 mod warnings;
+mod when;
 mod words;
 
 use std::fmt;

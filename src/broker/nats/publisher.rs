@@ -10,6 +10,8 @@ use async_nats::jetstream::context::{
     GetStreamByNameErrorKind, PublishAckFuture, PublishError, PublishErrorKind,
 };
 use async_nats::jetstream::message::PublishMessage;
+use async_nats::jetstream::publish::PublishAck;
+use futures_util::FutureExt as _;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
@@ -98,7 +100,16 @@ impl Sender {
             changes,
             before,
         };
-        let Ok(_call) = self.calls.acquire().await else {
+        // Closing waits for all calls that are under way, and one that waits behind it would not be one of them.
+        let call = match self.is_closed() {
+            true => None,
+            false => timeout_at(batch.deadline, self.calls.acquire()).await.ok(),
+        };
+        let Some(Ok(_call)) = call else {
+            for at in 0..messages.len() {
+                let error = self.usable().err().unwrap_or_else(late);
+                batch.settle(at, failed(FailureScope::Broker, Stored::No, error));
+            }
             return batch.into_outcomes(FailureScope::Broker);
         };
         for at in 0..messages.len() {
@@ -125,10 +136,21 @@ impl Sender {
             let error = Error::invalid("destination", SUBJECT_RULE, subject);
             return batch.settle(at, rejected(RejectionScope::Destination, error));
         }
+        let core = self.config.is_core(subject);
+        while !core && batch.waiting.len() >= self.config.in_flight_max {
+            let Some(next) = batch.waiting.pop_front() else {
+                break;
+            };
+            self.take(batch, next).await;
+        }
         if let Err(error) = self.usable() {
             return batch.settle(at, failed(FailureScope::Broker, Stored::No, error));
         }
-        let core = self.config.is_core(subject);
+        // What is sent now would not be answered in time; while the client has room for it, sending does not fail.
+        if Instant::now() >= batch.deadline {
+            let scope = self.reach(batch);
+            return batch.settle(at, failed(scope, Stored::No, late()));
+        }
         let stream = self.config.stream_for(subject).filter(|_| !core);
         let (headers, payload) = match record::encode(outgoing, stream) {
             Ok(encoded) => encoded,
@@ -154,12 +176,6 @@ impl Sender {
                 }
                 Err(_elapsed) => batch.settle(at, failed(FailureScope::Broker, Stored::No, late())),
             };
-        }
-        while batch.waiting.len() >= self.config.in_flight_max {
-            let Some(next) = batch.waiting.pop_front() else {
-                break;
-            };
-            self.take(batch, next).await;
         }
         let message = PublishMessage::build().headers(headers).payload(payload);
         let sending = self.context.send_publish(subject.to_owned(), message);
@@ -231,6 +247,10 @@ impl Sender {
     ) -> Answer {
         let mut confirmation = confirmation.into_future();
         loop {
+            // What is answered is stored, whatever was denied since.
+            if let Some(answer) = (&mut confirmation).now_or_never() {
+                return judged(answer);
+            }
             let now = *batch.changes.borrow_and_update();
             if now.denials > batch.before.denials && self.link.denied(subject, batch.started) {
                 return Answer::Denied;
@@ -240,14 +260,7 @@ impl Sender {
             }
             tokio::select! {
                 biased;
-                answer = &mut confirmation => {
-                    return match answer {
-                        // A repetition that the server recognised is stored as well.
-                        Ok(_) => Answer::Confirmed,
-                        Err(error) if error.kind() == PublishErrorKind::TimedOut => Answer::None,
-                        Err(error) => Answer::Refused(error),
-                    };
-                }
+                answer = &mut confirmation => return judged(answer),
                 changed = batch.changes.changed() => {
                     if changed.is_err() {
                         return Answer::None;
@@ -331,7 +344,11 @@ impl Sender {
         let idle = async {
             // All calls that were under way are over once all permits are free.
             let _all = self.calls.acquire_many(CALLS_MAX).await;
-            self.link.client.flush().await
+            match self.link.is_connected() {
+                true => self.link.client.flush().await,
+                // Nothing is left to be flushed: what waits for a connection was never handed over.
+                false => Ok(()),
+            }
         };
         match timeout(deadline, idle).await {
             Ok(Ok(())) => Ok(()),
@@ -359,6 +376,15 @@ impl Batch<'_> {
             .into_iter()
             .map(|outcome| outcome.unwrap_or_else(|| failed(scope, Stored::Unknown, late())))
             .collect()
+    }
+}
+
+fn judged(answer: std::result::Result<PublishAck, PublishError>) -> Answer {
+    match answer {
+        // A repetition that the server recognised is stored as well.
+        Ok(_) => Answer::Confirmed,
+        Err(error) if error.kind() == PublishErrorKind::TimedOut => Answer::None,
+        Err(error) => Answer::Refused(error),
     }
 }
 

@@ -8,19 +8,19 @@ use std::time::Duration;
 
 use async_nats::{Message, StatusCode, Subject};
 use bytes::Bytes;
-use futures_util::StreamExt as _;
 use futures_util::future::BoxFuture;
-use time::OffsetDateTime;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
 use super::config::NatsConfig;
-use super::desk::{Desk, Item};
+use super::desk::{Desk, Item, Vigil};
 use super::durable::{Feed, restore_consumer};
-use super::link::Link;
+use super::ear::Ear;
+use super::link::{Changes, Link, Renewable};
 use super::record::{self, Place};
-use super::rescue::{Raw, unreadable};
+use super::rescue::{Look, Raw, unreadable};
 use super::shelf::{Lease, Shelf};
+use super::when::{Now, When, still};
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -28,26 +28,6 @@ use crate::error::{Error, ErrorKind, Result};
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
 /// How late a due message is noticed when the system's clock jumps.
 const DUE_TURN: Duration = Duration::from_secs(1);
-
-/// When a message that is held may be delivered.
-#[derive(Clone, Copy)]
-pub(super) enum When {
-    /// On a rung: by the system's clock, which its `x-due-at` goes by.
-    Due(OffsetDateTime),
-    /// Released with a delay, and here too early.
-    After(Instant),
-}
-
-impl When {
-    fn left(self) -> Duration {
-        match self {
-            Self::Due(at) => {
-                Duration::try_from(at - OffsetDateTime::now_utc()).unwrap_or(Duration::ZERO)
-            }
-            Self::After(at) => at.saturating_duration_since(Instant::now()),
-        }
-    }
-}
 
 /// A question that stands at the server.
 pub(super) struct Pull {
@@ -67,12 +47,17 @@ pub(super) struct Signs {
 
 pub(super) struct Puller {
     pub(super) config: NatsConfig,
+    links: Arc<Renewable>,
     pub(super) link: Arc<Link>,
+    pub(super) changes: watch::Receiver<Changes>,
+    /// Losses of the connection that are dealt with.
+    losses: u64,
     pub(super) feed: Feed,
     pub(super) shelf: Arc<Shelf>,
     pub(super) desk: Arc<Desk>,
-    pub(super) inbox: String,
-    pub(super) subscriber: async_nats::Subscriber,
+    pub(super) ear: Ear,
+    /// The ear is deaf: its connection is over.
+    deaf: bool,
     pub(super) pull: Option<Pull>,
     pub(super) signs: Option<Signs>,
     pub(super) numbers: u64,
@@ -85,6 +70,8 @@ pub(super) struct Puller {
     /// When the connection was last lost under a pull, and whether that may be by what was pulled.
     pub(super) lost: Option<Instant>,
     pub(super) suspicious: bool,
+    /// From where on unreadable messages are looked for.
+    cursor: u64,
     pub(super) warned: Option<Instant>,
     /// What was acknowledged last, if the server has not said since that it knows.
     pub(super) unconfirmed: Option<Subject>,
@@ -93,14 +80,15 @@ pub(super) struct Puller {
 impl Puller {
     pub(super) async fn new(
         config: &NatsConfig,
-        link: Arc<Link>,
+        links: Arc<Renewable>,
         feed: Feed,
         shelf: Arc<Shelf>,
         desk: Arc<Desk>,
     ) -> Result<Self> {
-        let inbox = link.client.new_inbox();
-        let subscribing = link.client.subscribe(format!("{inbox}.*"));
-        let subscriber = link.ask("subscribe", "no inbox", subscribing).await?;
+        let link = links.current();
+        let mut changes = link.changes();
+        let losses = changes.borrow_and_update().losses;
+        let ear = Ear::open(&link).await?;
         let seed = fastrand::u64(..);
         let delays = DelayPolicy::exponential(Duration::from_millis(50))
             .with_cap(Duration::from_secs(5))
@@ -108,12 +96,15 @@ impl Puller {
             .delays(seed);
         Ok(Self {
             config: config.clone(),
+            links,
             link,
+            changes,
+            losses,
             feed,
             shelf,
             desk,
-            inbox,
-            subscriber,
+            ear,
+            deaf: false,
             pull: None,
             signs: None,
             numbers: 0,
@@ -123,6 +114,7 @@ impl Puller {
             errand: None,
             lost: None,
             suspicious: false,
+            cursor: 0,
             warned: None,
             unconfirmed: None,
         })
@@ -130,9 +122,10 @@ impl Puller {
 
     /// Goes on until it is told by when to be done.
     pub(super) async fn run(mut self, mut close: watch::Receiver<Option<Instant>>) -> Result<()> {
-        let mut changes = self.link.changes();
-        let mut losses = changes.borrow().losses;
-        let turn = (self.config.ack_wait / 12).max(Duration::from_millis(20));
+        let _vigil = Vigil(Arc::clone(&self.desk));
+        // Often enough for signs of life, and to notice that heartbeats are missing.
+        let turn = (self.config.ack_wait / 12).min(self.config.heartbeat);
+        let turn = turn.max(Duration::from_millis(20));
         let mut tend_at = Instant::now();
         let until = loop {
             self.send_settled().await;
@@ -146,26 +139,23 @@ impl Puller {
                 self.listen_for_silence();
                 tend_at = now + turn;
             }
+            self.pause = still(self.pause, now);
+            self.renew();
             self.look_for_unreadable();
             self.ask_for_more().await;
             let wake = self.wake().map_or(tend_at, |wake| wake.min(tend_at));
             tokio::select! {
-                message = self.subscriber.next() => match message {
+                message = self.ear.next(), if !self.deaf => match message {
                     Some(message) => self.take(message),
-                    // The connection is closed for good, which only its last owner does.
-                    None => {
-                        let detail = "the connection is closed";
-                        self.desk.fail(Error::new(ErrorKind::Closed, "receive", detail));
-                        return Ok(());
-                    }
+                    None => self.lost_for_good(),
                 },
                 () = self.shelf.changed.notified() => {}
                 changed = close.changed() => if changed.is_err() {
                     break close.borrow().unwrap_or_else(Instant::now);
                 },
-                _ = changes.changed() => {
-                    let now = changes.borrow_and_update().losses;
-                    if std::mem::replace(&mut losses, now) != now {
+                _ = self.changes.changed() => {
+                    let now = self.changes.borrow_and_update().losses;
+                    if std::mem::replace(&mut self.losses, now) != now {
                         self.lost_connection();
                     }
                 }
@@ -177,13 +167,13 @@ impl Puller {
     }
 
     fn wake(&self) -> Option<Instant> {
-        let now = Instant::now();
+        let now = Now::get();
         let due = self
             .held
             .iter()
-            .map(|(when, _)| when.left().min(DUE_TURN))
+            .map(|(when, _)| when.left(now).min(DUE_TURN))
             .min();
-        let due = due.map(|left| now + left.max(Duration::from_millis(1)));
+        let due = due.map(|left| now.steady + left.max(Duration::from_millis(1)));
         let pause = self.pause.filter(|_| self.pull.is_none());
         [due, pause].into_iter().flatten().min()
     }
@@ -200,15 +190,34 @@ impl Puller {
         }
     }
 
+    /// The client gave up altogether: it panics over some of what it cannot read.
+    fn lost_for_good(&mut self) {
+        self.deaf = true;
+        self.lost_connection();
+        self.suspicious = true;
+        self.trouble("the client gave up its connection", false);
+    }
+
+    fn renew(&mut self) {
+        if self.deaf && self.errand.is_none() && self.pause.is_none() {
+            let (links, over) = (Arc::clone(&self.links), Arc::clone(&self.link));
+            self.errand = Some(Box::pin(async move {
+                let link = links.renew(&over).await?;
+                let ear = Ear::open(&link).await?;
+                Ok(Answer::Renewed(link, ear))
+            }));
+        }
+    }
+
     fn look_for_unreadable(&mut self) {
-        if self.suspicious && self.feed.checked && self.errand.is_none() && self.link.is_connected()
-        {
-            self.suspicious = false;
+        let asks = self.errand.is_none() && self.pause.is_none() && self.link.is_connected();
+        if self.suspicious && self.feed.checked && asks {
             let (link, feed) = (Arc::clone(&self.link), self.feed.clone());
-            let shelf = Arc::clone(&self.shelf);
-            self.errand = Some(Box::pin(
-                async move { unreadable(&link, &feed, &shelf).await },
-            ));
+            let (shelf, cursor) = (Arc::clone(&self.shelf), self.cursor);
+            self.errand = Some(Box::pin(async move {
+                let look = unreadable(&link, &feed, &shelf, cursor).await?;
+                Ok(Answer::Looked(look))
+            }));
         }
     }
 
@@ -223,8 +232,8 @@ impl Puller {
     }
 
     fn take(&mut self, message: Message) {
-        if let Some(rest) = message.subject.strip_prefix(self.inbox.as_str()) {
-            let token = rest.trim_start_matches('.').to_owned();
+        if let Some(token) = self.ear.token(&message) {
+            let token = token.to_owned();
             return self.take_word(&token, &message);
         }
         if let Some(pull) = &mut self.pull {
@@ -285,7 +294,10 @@ impl Puller {
         lines: Vec<(String, Bytes)>,
         payload: Bytes,
     ) {
-        let Some((lease, wait)) = self.shelf.take_in(place.sequence, reply, until) else {
+        let taken = self
+            .shelf
+            .take_in(place.sequence, place.stored_at, reply, until);
+        let Some((lease, wait)) = taken else {
             return;
         };
         let received = record::received(place, lines, payload);
@@ -300,16 +312,18 @@ impl Puller {
             redelivered,
         };
         match due.map(When::Due).or(wait.map(When::After)) {
-            Some(when) if !when.left().is_zero() => self.held.push((when, item)),
+            Some(when) if !when.left(Now::get()).is_zero() => self.held.push((when, item)),
             _ => self.desk.offer(item),
         }
     }
 
     fn deliver_due(&mut self) {
         // The earliest first; the sort keeps the order of those that are due at the same time.
-        if self.held.iter().any(|(when, _)| when.left().is_zero()) {
-            self.held.sort_by_key(|(when, _)| when.left());
-            let due = self.held.partition_point(|(when, _)| when.left().is_zero());
+        let now = Now::get();
+        let is_due = |(when, _): &(When, Item)| when.left(now).is_zero();
+        if self.held.iter().any(is_due) {
+            self.held.sort_by_key(|(when, _)| when.left(now));
+            let due = self.held.partition_point(is_due);
             for (_, item) in self.held.drain(..due) {
                 self.desk.offer(item);
             }
@@ -381,20 +395,46 @@ impl Puller {
             );
             self.errand = Some(Box::pin(async move {
                 restore_consumer(&config, link, &feed).await?;
-                Ok(Vec::new())
+                Ok(Answer::Restored)
             }));
         }
     }
 
-    fn checked(&mut self, checked: Result<Vec<Raw>>) {
+    fn adopt(&mut self, link: Arc<Link>) {
+        self.changes = link.changes();
+        self.losses = self.changes.borrow_and_update().losses;
+        self.link = link;
+    }
+
+    /// Waits until there is a connection, and makes one if the client does not.
+    pub(super) async fn connected(&mut self) -> Result<()> {
+        while !self.link.is_connected() {
+            if self.link.is_over() {
+                let link = self.links.renew(&self.link).await?;
+                self.adopt(link);
+            } else if self.changes.changed().await.is_err() {
+                return self.link.require("close");
+            }
+        }
+        Ok(())
+    }
+
+    fn checked(&mut self, checked: Result<Answer>) {
         self.errand = None;
         match checked {
-            Ok(found) => {
-                // Of a consumer that was made anew the server would not know it.
-                self.unconfirmed = None;
-                for raw in found {
+            // Of a consumer that was made anew the server would not know it.
+            Ok(Answer::Restored) => self.unconfirmed = None,
+            Ok(Answer::Looked(look)) => {
+                self.suspicious = look.next.is_some();
+                self.cursor = look.next.unwrap_or(0);
+                for raw in look.found {
                     self.take_raw(raw);
                 }
+            }
+            Ok(Answer::Renewed(link, ear)) => {
+                self.adopt(link);
+                self.ear = ear;
+                self.deaf = false;
             }
             Err(error) if error.is_transient() => {
                 self.pause = Some(Instant::now() + self.delays.next_delay());
@@ -405,10 +445,17 @@ impl Puller {
     }
 }
 
-/// A question, and the messages that came with its answer.
-type Errand = BoxFuture<'static, Result<Vec<Raw>>>;
+/// What an errand brought.
+pub(super) enum Answer {
+    /// The consumer is as it must be.
+    Restored,
+    Looked(Look),
+    Renewed(Arc<Link>, Ear),
+}
 
-async fn run_errand(errand: &mut Option<Errand>) -> Result<Vec<Raw>> {
+type Errand = BoxFuture<'static, Result<Answer>>;
+
+async fn run_errand(errand: &mut Option<Errand>) -> Result<Answer> {
     match errand {
         Some(errand) => errand.await,
         None => std::future::pending().await,

@@ -11,6 +11,7 @@ use async_nats::header::{HeaderMap, HeaderName, HeaderValue};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
+use md5::{Digest as _, Md5};
 use time::OffsetDateTime;
 
 use super::fit::{Parts, is_servers_own, line_bytes};
@@ -29,6 +30,11 @@ const STORY_BYTES: usize = 8 * 1_024;
 
 const MESSAGE_ID: &str = "Nats-Msg-Id";
 const EXPECTED_STREAM: &str = "Nats-Expected-Stream";
+/// Begins a word of the id that does not stand for itself.
+const ENCODED: &str = "base64:";
+/// Longest word of the id that stands for itself.
+const WORD_BYTES_MAX: usize = 1_024;
+
 /// Refuses at enqueue what can never be published: a destination that is no subject, and headers that do not fit into
 /// what the server takes, once they are encoded and a story stands beside them.
 pub(super) fn refuse(message: &Message) -> Result<()> {
@@ -87,30 +93,44 @@ pub(super) fn encode(outgoing: &Outgoing, stream: Option<&str>) -> Result<(Heade
     Ok((map, message.payload.clone().unwrap_or_default()))
 }
 
-/// What the server compares to find repetitions. A copy for a rung, for the dead letters or by a redrive has another one
-/// than its original: within the window the server would answer such a copy with a confirmation and drop it.
+/// What the server compares to find repetitions, over all subjects of a stream. Another subject has another one, and a
+/// copy for a rung, for the dead letters or by a redrive has another one than its original: within the window the server
+/// would answer such a message with a confirmation and drop it.
+///
+/// Words with spaces between: the id, the subject, and what is said of a copy. None holds a space itself, so no two
+/// messages share one by chance.
 fn deduplication_id(Outgoing { message, story }: &Outgoing) -> String {
-    let id = message.id.as_str();
-    let mut text = if id.trim() == id && !id.is_empty() && !id.chars().any(char::is_control) {
-        id.to_owned()
-    } else {
-        format!("base64:{}", STANDARD.encode(id))
-    };
+    let mut words = vec![word(message.id.as_str()), message.destination.clone()];
     if story.retry_count > 0 {
-        text.push_str(&format!(":r{}", story.retry_count));
+        words.push(format!("r{}", story.retry_count));
     }
     if story.redrive_count > 0 {
-        text.push_str(&format!(":d{}", story.redrive_count));
+        words.push(format!("d{}", story.redrive_count));
     }
     if story.reason.is_some() {
-        text.push_str(":dead");
+        words.push("dead".to_owned());
     }
+    // Consumers may share a stream for what they failed, and sources a rung.
     if let Some(consumer) = &story.consumer {
-        // Consumers may share a stream for what they failed.
-        text.push(':');
-        text.push_str(&STANDARD.encode(consumer));
+        words.push(format!("by={}", word(consumer)));
     }
-    text
+    if let Some(origin) = &story.origin {
+        words.push(format!("from={}", word(&origin.topic)));
+    }
+    words.join(" ")
+}
+
+/// A text as one word that can stand in a header.
+fn word(text: &str) -> String {
+    let split = |c: char| c.is_whitespace() || c.is_control();
+    if text.is_empty() || text.starts_with(ENCODED) || text.chars().any(split) {
+        format!("{ENCODED}{}", STANDARD.encode(text))
+    } else if text.len() > WORD_BYTES_MAX {
+        // Somebody else's name of a topic may have any length.
+        format!("{ENCODED}{}", STANDARD.encode(Md5::digest(text)))
+    } else {
+        text.to_owned()
+    }
 }
 
 /// Where a message stands and since when.
@@ -333,17 +353,62 @@ mod tests {
     #[test]
     fn copies_have_ids_of_their_own() {
         let mut outgoing = Outgoing::from(Message::new("orders", "T").with_id("m-1"));
-        assert_eq!(deduplication_id(&outgoing), "m-1");
+        assert_eq!(deduplication_id(&outgoing), "m-1 orders");
         outgoing.story.retry_count = 2;
-        assert_eq!(deduplication_id(&outgoing), "m-1:r2");
+        assert_eq!(deduplication_id(&outgoing), "m-1 orders r2");
         outgoing.story.redrive_count = 1;
         outgoing.story.consumer = Some("billing".into());
+        outgoing.story.origin = Some(Origin {
+            topic: "orders.placed".into(),
+            partition: None,
+            offset: None,
+        });
         let on_a_rung = deduplication_id(&outgoing);
-        assert_eq!(on_a_rung, "m-1:r2:d1:YmlsbGluZw==");
+        assert_eq!(on_a_rung, "m-1 orders r2 d1 by=billing from=orders.placed");
         outgoing.story.reason = Some(Reason::new("permanent"));
         assert_ne!(deduplication_id(&outgoing), on_a_rung);
-        outgoing = Outgoing::from(Message::new("orders", "T").with_id(" m\r\n1"));
-        assert_eq!(deduplication_id(&outgoing), "base64:IG0NCjE=");
+        for (id, expected) in [
+            (" m\r\n1", "base64:IG0NCjE= orders"),
+            ("a b", "base64:YSBi orders"),
+            ("base64:YSBi", "base64:YmFzZTY0OllTQmk= orders"),
+        ] {
+            let outgoing = Outgoing::from(Message::new("orders", "T").with_id(id));
+            assert_eq!(deduplication_id(&outgoing), expected);
+        }
+    }
+
+    #[test]
+    fn subjects_and_origins_of_one_stream_do_not_share_an_id() {
+        let of = |subject: &str| Outgoing::from(Message::new(subject, "T").with_id("order-17"));
+        let placed = deduplication_id(&of("orders.placed"));
+        assert_ne!(placed, deduplication_id(&of("orders.audit")));
+        let failed = |topic: String| {
+            let mut outgoing = of("orders.billing.retry");
+            let (partition, offset) = (None, None);
+            outgoing.story.origin = Some(Origin {
+                topic,
+                partition,
+                offset,
+            });
+            deduplication_id(&outgoing)
+        };
+        assert_ne!(failed("orders".into()), failed("refunds".into()));
+        let long = |end: &str| failed("x".repeat(40_000) + end);
+        assert_ne!(long("a"), long("b"));
+        assert!(long("a").len() < 3 * WORD_BYTES_MAX);
+    }
+
+    #[test]
+    fn a_users_header_is_not_taken_for_the_key_or_for_no_payload() {
+        let bare = Message::new("orders", "T").with_payload("");
+        for (name, value) in [
+            ("x-key", "a2V5"),
+            ("x-null-payload", "true"),
+            ("x-headers", "[]"),
+        ] {
+            let message = bare.clone().with_header(name, value);
+            assert_eq!(round_trip(&message.clone().into()).message, message);
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! does so again at every delivery. The server also hands a message out as data, so such a one is fetched that way, and
 //! settled by the subject that its delivery would have named.
 
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -50,18 +51,33 @@ struct Stored {
     time: String,
 }
 
+/// What was found, and from where on to look next; nothing when all was looked at.
+pub(super) struct Look {
+    pub(super) found: Vec<Raw>,
+    pub(super) next: Option<u64>,
+}
+
 /// Those messages among what was delivered and is held by nobody here that no client of this kind can read.
-pub(super) async fn unreadable(link: &Link, feed: &Feed, shelf: &Arc<Shelf>) -> Result<Vec<Raw>> {
+pub(super) async fn unreadable(
+    link: &Link,
+    feed: &Feed,
+    shelf: &Arc<Shelf>,
+    cursor: u64,
+) -> Result<Look> {
     let Feed {
         stream, durable, ..
     } = feed;
     let Some(info) = consumer_info(link, "receive", stream, durable).await? else {
-        return Ok(Vec::new());
+        let (found, next) = (Vec::new(), None);
+        return Ok(Look { found, next });
     };
-    let first = info.ack_floor.stream_sequence + 1;
-    let last = info.delivered.stream_sequence.min(first + LOOKED_AT_MAX);
+    let (floor, delivered) = (
+        info.ack_floor.stream_sequence,
+        info.delivered.stream_sequence,
+    );
+    let (sequences, next) = window(floor, cursor, delivered);
     let mut found = Vec::new();
-    for sequence in first..=last {
+    for sequence in sequences {
         if shelf.holds_sequence(sequence) {
             continue;
         }
@@ -95,7 +111,15 @@ pub(super) async fn unreadable(link: &Link, feed: &Feed, shelf: &Arc<Shelf>) -> 
             subject: stored.subject,
         });
     }
-    Ok(found)
+    Ok(Look { found, next })
+}
+
+/// What to look at now of what was delivered and is not settled, and from where on to look next.
+fn window(floor: u64, cursor: u64, delivered: u64) -> (RangeInclusive<u64>, Option<u64>) {
+    let first = floor.saturating_add(1).max(cursor);
+    let last = delivered.min(first.saturating_add(LOOKED_AT_MAX - 1));
+    let next = (last < delivered).then(|| last.saturating_add(1));
+    (first..=last, next)
 }
 
 /// Whether the client can read this block of headers.
@@ -110,6 +134,10 @@ fn is_readable(block: &[u8]) -> bool {
     }
     let mut after_header = false;
     lines.filter(|line| !line.is_empty()).all(|line| {
+        // The client panics over it.
+        if line.contains('\r') {
+            return false;
+        }
         let continued = after_header && line.starts_with(char::is_whitespace);
         let named = line
             .split_once(':')
@@ -153,10 +181,30 @@ mod tests {
             b"NATS/1.0\r\nbad name: 1\r\n\r\n",
             b"NATS/1.0 4x4\r\n\r\n",
             b"NATS/2.0\r\n\r\n",
+            b"NATS/1.0\r\nA: x\ry\r\n\r\n",
+            b"NATS/1.0\r\nA: x\r\n y\rz\r\n\r\n",
             b"",
         ] {
             assert!(!is_readable(bad), "{}", String::from_utf8_lossy(bad));
         }
+    }
+
+    #[test]
+    fn all_that_was_delivered_is_looked_at_window_by_window() {
+        let (mut cursor, mut seen) = (0, Vec::new());
+        loop {
+            let (sequences, next) = window(5, cursor, 5_000);
+            assert!(sequences.clone().count() as u64 <= LOOKED_AT_MAX);
+            seen.extend(sequences);
+            match next {
+                Some(next) => cursor = next,
+                None => break,
+            }
+        }
+        assert_eq!(seen, (6..=5_000).collect::<Vec<_>>());
+        assert_eq!(window(5, 0, 5).0.count(), 0);
+        // The floor went past the cursor.
+        assert_eq!(window(9, 7, 10).0, 10..=10);
     }
 
     #[test]

@@ -67,7 +67,8 @@ impl NatsConfig {
         }
         within("in_flight_max", self.in_flight_max, 1, 65_536)?;
         within("ack_pending_max", self.ack_pending_max, 1, 1_000_000)?;
-        let largest = 60_000_000;
+        // A stream in files refuses a record of 32 MiB and says only that it could not store it.
+        let largest = 31_000_000;
         within(
             "limits.message_bytes_max",
             self.limits.message_bytes_max,
@@ -144,6 +145,7 @@ fn patterns(field: &'static str, patterns: &[String]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::Limits;
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -159,6 +161,10 @@ mod tests {
     #[test]
     fn defaults_pass_and_every_bound_is_named() {
         assert!(config().check().is_ok());
+        let too_large = Limits {
+            message_bytes_max: 31_000_001,
+            ..Limits::default()
+        };
         for (config, field) in [
             (NatsConfig::new("not an address"), "servers"),
             (NatsConfig::new("nats://u:p@127.0.0.1"), "servers"),
@@ -169,6 +175,7 @@ mod tests {
                 "publish_deadline",
             ),
             (config().with_in_flight_max(0), "in_flight_max"),
+            (config().with_limits(too_large), "limits.message_bytes_max"),
             (
                 config().with_answer_deadline(61 * SECOND),
                 "answer_deadline",

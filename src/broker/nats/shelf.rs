@@ -1,11 +1,12 @@
 //! What is held of one durable consumer's messages, and what is to be said about them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_nats::Subject;
 use bytes::Bytes;
+use time::OffsetDateTime;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -23,6 +24,8 @@ const DELAYS_MAX: usize = 10_000;
 /// The right to settle one message, as long as the server leaves it to us.
 pub(super) struct Lease {
     pub(super) sequence: u64,
+    /// A stream that was deleted and made anew counts from one again; this tells its messages from the old ones.
+    stored_at: OffsetDateTime,
     state: Mutex<LeaseState>,
 }
 
@@ -52,6 +55,22 @@ impl Lease {
     }
 }
 
+/// A message to be given back.
+pub(super) struct Held {
+    pub(super) reply: Subject,
+    pub(super) until: Instant,
+}
+
+impl Held {
+    fn of(lease: &Lease) -> Self {
+        let state = lease.state();
+        Self {
+            reply: state.reply.clone(),
+            until: state.until,
+        }
+    }
+}
+
 /// What a puller and the receipts of its messages share.
 pub(super) struct Shelf {
     /// The name by which the request asked for it.
@@ -68,7 +87,7 @@ struct ShelfState {
     leases: HashMap<u64, Arc<Lease>>,
     /// Settlements to be sent, in their order.
     settled: Vec<(Subject, Bytes)>,
-    delays: HashMap<u64, Instant>,
+    delays: HashMap<(u64, OffsetDateTime), Instant>,
     closed: bool,
 }
 
@@ -97,22 +116,25 @@ impl Shelf {
     pub(super) fn take_in(
         &self,
         sequence: u64,
+        stored_at: OffsetDateTime,
         reply: Subject,
         until: Instant,
     ) -> Option<(Arc<Lease>, Option<Instant>)> {
         let mut state = self.state();
-        if let Some(held) = state.leases.get(&sequence) {
+        let held = state.leases.get(&sequence);
+        if let Some(held) = held.filter(|held| held.stored_at == stored_at) {
             *held.state() = LeaseState { reply, until };
             return None;
         }
         let lease = Arc::new(Lease {
             sequence,
+            stored_at,
             state: Mutex::new(LeaseState { reply, until }),
         });
         state.leases.insert(sequence, Arc::clone(&lease));
         let now = Instant::now();
-        let wait = state.delays.remove(&sequence).filter(|due| *due > now);
-        Some((lease, wait))
+        let wait = state.delays.remove(&(sequence, stored_at));
+        Some((lease, wait.filter(|due| *due > now)))
     }
 
     pub(super) fn holds_sequence(&self, sequence: u64) -> bool {
@@ -129,11 +151,17 @@ impl Shelf {
         self.holds(lease) && Instant::now() < lease.until()
     }
 
-    /// What must be kept alive, because its time is over at `before`.
+    /// What must be kept alive, because its time is over at `before`. What is over already is somebody else's: the server
+    /// would take a sign of life for theirs.
     pub(super) fn ending(&self, before: Instant) -> Vec<Arc<Lease>> {
+        let now = Instant::now();
+        let ending = |lease: &&Arc<Lease>| {
+            let until = lease.until();
+            now < until && until < before
+        };
         let state = self.state();
-        let ending = state.leases.values().filter(|lease| lease.until() < before);
-        ending.cloned().collect()
+        let leases = state.leases.values().filter(ending);
+        leases.cloned().collect()
     }
 
     /// Forgets a message and notes what is said of it.
@@ -158,7 +186,7 @@ impl Shelf {
                         if state.delays.len() < DELAYS_MAX
                             && let Some(due) = now.checked_add(delay)
                         {
-                            state.delays.insert(lease.sequence, due);
+                            state.delays.insert((lease.sequence, lease.stored_at), due);
                         }
                     }
                     release(delay)
@@ -174,16 +202,17 @@ impl Shelf {
         std::mem::take(&mut self.state().settled)
     }
 
-    /// From now on settlements change nothing; everything still held is given back.
-    pub(super) fn close(&self) {
+    /// From now on settlements change nothing. What is still held is to be given back, in the order of the stream: the
+    /// server delivers it again in the order in which it is told.
+    pub(super) fn close(&self) -> BTreeMap<u64, Held> {
         let mut state = self.state();
         state.closed = true;
-        let leases = std::mem::take(&mut state.leases);
-        for lease in leases.into_values() {
-            state
-                .settled
-                .push((lease.reply(), Bytes::from_static(RELEASED)));
-        }
+        let now = Instant::now();
+        std::mem::take(&mut state.leases)
+            .into_iter()
+            .map(|(sequence, lease)| (sequence, Held::of(&lease)))
+            .filter(|(_, held)| now < held.until)
+            .collect()
     }
 }
 

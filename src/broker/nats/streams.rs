@@ -7,7 +7,7 @@ use async_nats::jetstream::context::{
 use async_nats::jetstream::stream::{self, DiscardPolicy};
 use tokio::time::timeout;
 
-use super::error::mapped;
+use super::error::{mapped, not_made};
 use super::link::Link;
 use super::names::{STREAM_RULE, is_stream_name, is_subject};
 use crate::error::{Error, ErrorKind, Result};
@@ -50,25 +50,19 @@ pub(super) async fn create(
         Ok(Err(error)) => error,
         Err(_elapsed) => return Err(unanswered(link, operation)),
     };
-    let code = match error.kind() {
-        CreateStreamErrorKind::JetStream(refusal) => Some(refusal.error_code()),
+    let refusal = match error.kind() {
+        CreateStreamErrorKind::JetStream(refusal) => Some(refusal),
         _ => None,
     };
-    match code {
+    match refusal.as_ref().map(|refusal| refusal.error_code()) {
         // Another member was faster, or it was made with other settings: it is left as it is.
         Some(Code::STREAM_NAME_EXIST) => Ok(()),
         Some(Code::STREAM_SUBJECT_OVERLAP) => {
             let limit = format!("subjects that no other stream holds, for stream {name}");
             Err(Error::configuration("destination", limit, subjects))
         }
-        Some(_) => Err(mapped(
-            ErrorKind::Rejected,
-            operation,
-            &format!("stream {name} could not be made"),
-            error,
-        )),
-        None => Err(mapped(
-            ErrorKind::Unavailable,
+        _ => Err(mapped(
+            not_made(refusal.as_ref()),
             operation,
             &format!("stream {name} could not be made"),
             error,

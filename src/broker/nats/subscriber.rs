@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout};
 
 use super::config::NatsConfig;
 use super::desk::Desk;
-use super::link::Link;
+use super::link::{Link, Renewable};
 use super::puller::Puller;
 use super::shelf::Shelf;
 use super::topology;
@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// A running membership.
 struct Membership {
     desk: Arc<Desk>,
-    link: Arc<Link>,
+    links: Arc<Renewable>,
     close: watch::Sender<Option<Instant>>,
     pullers: Vec<JoinHandle<Result<()>>>,
 }
@@ -37,14 +37,11 @@ pub(super) async fn subscribe(
     let feeds = topology::prepare(config, &link, warnings, &request).await?;
     let desk = Desk::new(request.in_flight_max);
     let (close, closing) = watch::channel(None);
-    let all = request.in_flight_max.min(config.ack_pending_max);
-    let share = (all / request.sources.len().max(1)).max(1);
+    let links = Arc::new(Renewable::new(config, link));
     let mut ready = Vec::with_capacity(feeds.len());
     for feed in feeds {
-        // What waits on a rung takes no room from the sources.
-        let quota = if feed.is_rung { all } else { share };
-        let shelf = Shelf::new(feed.source.clone(), quota);
-        let puller = Puller::new(config, Arc::clone(&link), feed, shelf, Arc::clone(&desk));
+        let shelf = Shelf::new(feed.source.clone(), feed.quota);
+        let puller = Puller::new(config, Arc::clone(&links), feed, shelf, Arc::clone(&desk));
         ready.push(puller.await?);
     }
     let pullers = ready
@@ -53,7 +50,7 @@ pub(super) async fn subscribe(
         .collect();
     Ok(Box::new(Membership {
         desk,
-        link,
+        links,
         close,
         pullers,
     }))
@@ -65,7 +62,10 @@ impl Subscription for Membership {
     }
 
     fn health(&self) -> Health {
-        self.link.health()
+        if self.desk.has_ended() {
+            return Health::closed();
+        }
+        self.links.current().health()
     }
 
     fn close(mut self: Box<Self>, deadline: Duration) -> BoxFuture<'static, Result<()>> {

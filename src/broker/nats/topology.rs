@@ -57,7 +57,7 @@ fn alias<'a>(config: &'a NatsConfig, source: &str) -> Option<&'a Alias> {
 }
 
 /// Where the messages of a source come from.
-pub(super) fn feed_of(config: &NatsConfig, consumer: &str, source: &str) -> Feed {
+pub(super) fn feed_of(config: &NatsConfig, consumer: &str, source: &str, quota: usize) -> Feed {
     let alias = alias(config, source);
     // What is no stream's name may be a dead letter destination, whose stream is named after it.
     let stream = || match is_stream_name(source) {
@@ -70,17 +70,19 @@ pub(super) fn feed_of(config: &NatsConfig, consumer: &str, source: &str) -> Feed
         durable: names::durable(consumer, alias.map(|alias| alias.name.as_str())),
         filters: alias.map(|alias| alias.filters.clone()).unwrap_or_default(),
         is_rung: false,
+        quota,
         checked: true,
     }
 }
 
-fn feed_of_rung(consumer: &str, destination: &str, stream: String) -> Feed {
+fn feed_of_rung(consumer: &str, destination: &str, stream: String, quota: usize) -> Feed {
     Feed {
         source: destination.to_owned(),
         stream,
         durable: names::durable(consumer, None),
         filters: Vec::new(),
         is_rung: true,
+        quota,
         checked: true,
     }
 }
@@ -93,19 +95,20 @@ pub(super) async fn prepare(
     request: &SubscriptionRequest,
 ) -> Result<Vec<Feed>> {
     let consumer = request.consumer.as_str();
+    // What waits on a rung takes no room from the sources.
+    let all = request.in_flight_max.min(config.ack_pending_max);
+    let share = (all / request.sources.len().max(1)).max(1);
     let mut feeds: Vec<Feed> = request
         .sources
         .iter()
-        .map(|source| feed_of(config, consumer, source))
+        .map(|source| feed_of(config, consumer, source, share))
         .collect();
     if request.topology == TopologyMode::Unchecked {
         // Several sources may share a rung, each with an entry of its own.
         let rungs: BTreeSet<&String> = request.rungs.iter().map(|rung| &rung.destination).collect();
-        feeds.extend(
-            rungs.into_iter().map(|destination| {
-                feed_of_rung(consumer, destination, names::stream_of(destination))
-            }),
-        );
+        feeds.extend(rungs.into_iter().map(|destination| {
+            feed_of_rung(consumer, destination, names::stream_of(destination), all)
+        }));
         for feed in &mut feeds {
             feed.checked = false;
         }
@@ -133,7 +136,7 @@ pub(super) async fn prepare(
             warnings.about_stream(config, &info);
         }
         if own.is_rung {
-            feeds.push(feed_of_rung(consumer, &own.destination, name));
+            feeds.push(feed_of_rung(consumer, &own.destination, name, all));
         }
     }
     for feed in &feeds {
@@ -345,13 +348,13 @@ mod tests {
         // Dead letters are read by the name they were sent to.
         assert!(check(&config, &request("orders.billing.DLQ")).is_ok());
         assert_eq!(
-            feed_of(&config, "c", "orders.billing.DLQ").stream,
+            feed_of(&config, "c", "orders.billing.DLQ", 1).stream,
             "orders~billing~DLQ"
         );
         for bad in ["", "a b", "orders.*", "a..b"] {
             assert!(check(&config, &request(bad)).is_err(), "{bad:?}");
         }
-        let feed = feed_of(&config, "my.billing", "paid.orders");
+        let feed = feed_of(&config, "my.billing", "paid.orders", 1);
         assert_eq!(
             (feed.stream.as_str(), feed.durable.as_str()),
             ("ORDERS", "my~billing%@paid~orders")

@@ -1,32 +1,27 @@
-//! What a puller says to the server: questions, settlements, signs of life, and farewell.
+//! What a puller says to the server: questions, settlements, and signs of life.
 
 use std::sync::Arc;
 
 use async_nats::{Request, Subject};
 use bytes::Bytes;
-use futures_util::StreamExt as _;
 use tokio::time::{Instant, timeout_at};
 
+use super::durable::expires;
 use super::puller::{Pull, Puller, Signs};
-use super::shelf::{ACKNOWLEDGED, IN_PROGRESS, RELEASED};
-use crate::error::{Error, ErrorKind, Result};
-
-/// How long a question stands at the server, in heartbeats.
-const EXPIRES_HEARTBEATS: u32 = 6;
+use super::shelf::{ACKNOWLEDGED, IN_PROGRESS};
 
 impl Puller {
     /// Asks for as many messages as there is room for, one question at a time.
     pub(super) async fn ask_for_more(&mut self) {
         let now = Instant::now();
-        let waiting = self.pause.is_some_and(|pause| now < pause) || self.errand.is_some();
+        let waiting = self.pause.is_some() || self.errand.is_some();
         let room = self.shelf.room();
         if self.pull.is_some() || waiting || room == 0 || !self.link.is_connected() {
             return;
         }
-        self.pause = None;
         self.numbers += 1;
         let number = self.numbers;
-        let expires = self.config.heartbeat * EXPIRES_HEARTBEATS;
+        let expires = expires(&self.config);
         let question = format!(
             r#"{{"batch":{room},"expires":{},"idle_heartbeat":{}}}"#,
             expires.as_nanos(),
@@ -38,7 +33,7 @@ impl Puller {
         );
         let request = Request::new()
             .payload(question.into())
-            .inbox(format!("{}.p{number}", self.inbox));
+            .inbox(self.ear.address(&format!("p{number}")));
         let asked = self.link.context.send_request(subject, request);
         match timeout_at(now + self.config.answer_deadline, asked).await {
             Ok(Ok(())) => {
@@ -66,7 +61,7 @@ impl Puller {
         }
     }
 
-    async fn say(&mut self, reply: Subject, word: Bytes) {
+    pub(super) async fn say(&mut self, reply: Subject, word: Bytes) {
         let saying = self.link.client.publish(reply, word);
         let until = Instant::now() + self.config.answer_deadline;
         // What is not said is asked again by the server, after the ack wait.
@@ -104,7 +99,7 @@ impl Puller {
                     .await;
                 continue;
             }
-            let inbox = format!("{}.w{number}", self.inbox);
+            let inbox = self.ear.address(&format!("w{number}"));
             let word = Bytes::from_static(IN_PROGRESS);
             let asking = self
                 .link
@@ -118,65 +113,5 @@ impl Puller {
             until: now + self.config.ack_wait,
             sent: now,
         });
-    }
-
-    /// Gives back what is held and makes sure that the server knows what was acknowledged.
-    pub(super) async fn farewell(mut self, until: Instant) -> Result<()> {
-        self.held.clear();
-        self.shelf.close();
-        let result = timeout_at(until, self.say_all()).await;
-        if let Ok(()) = result {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::Timeout,
-            "close",
-            format!(
-                "{} did not confirm what was acknowledged in time",
-                self.link.tried
-            ),
-        ))
-    }
-
-    async fn say_all(&mut self) {
-        let mut changes = self.link.changes();
-        while !self.link.is_connected() {
-            if changes.changed().await.is_err() {
-                return;
-            }
-        }
-        self.send_settled().await;
-        if let Some(reply) = self.unconfirmed.clone() {
-            // The same acknowledgement once more, as a question: the server answers what is acknowledged already, and
-            // its answer stands for all those before.
-            let inbox = format!("{}.c0", self.inbox);
-            let word = Bytes::from_static(ACKNOWLEDGED);
-            let mut asked = false;
-            loop {
-                if !asked {
-                    let client = &self.link.client;
-                    let asking =
-                        client.publish_with_reply(reply.clone(), inbox.clone(), word.clone());
-                    asked = asking.await.is_ok();
-                }
-                tokio::select! {
-                    message = self.subscriber.next() => match message {
-                        Some(message) if message.subject.as_str() == inbox => break,
-                        // It came too late to be delivered.
-                        Some(message) => if let Some(reply) = message.reply {
-                            self.say(reply, Bytes::from_static(RELEASED)).await;
-                        },
-                        None => return,
-                    },
-                    changed = changes.changed() => {
-                        if changed.is_err() {
-                            return;
-                        }
-                        asked = !self.link.is_connected();
-                    }
-                }
-            }
-        }
-        let _ = self.link.client.flush().await;
     }
 }

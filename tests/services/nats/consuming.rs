@@ -243,19 +243,23 @@ async fn foreign_messages_come_out_with_all_their_bytes() {
 /// The client gives up the connection that such headers come by, each time. They must not stop what is behind them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn headers_that_are_no_text_do_not_stop_those_behind_them() {
+    pass_what_is_unreadable("no_text", b"NATS/1.0\r\nForeign: \xff\xfe\r\n\r\n").await;
+}
+
+/// The client's own task panics over it, and makes no connection any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_carriage_return_within_a_header_does_not_stop_those_behind_it() {
+    pass_what_is_unreadable("return", b"NATS/1.0\r\nForeign: x\ry\r\n\r\n").await;
+}
+
+async fn pass_what_is_unreadable(prefix: &str, headers: &[u8]) {
     let url = shared_nats().await.url();
-    let name = stream("no_text").await;
+    let name = stream(prefix).await;
     let nats = Nats::connect(config(&url).with_ack_wait(SECOND))
         .await
         .unwrap();
     publish_all(&nats, &[message(&name, "before")]).await;
-    raw_publish(
-        &url,
-        &name,
-        b"NATS/1.0\r\nForeign: \xff\xfe\r\n\r\n",
-        b"unreadable",
-    )
-    .await;
+    raw_publish(&url, &name, headers, b"unreadable").await;
     eventually(DEADLINE, "it is stored", || async {
         stored(&url, &name).await == 2
     })
@@ -273,6 +277,10 @@ async fn headers_that_are_no_text_do_not_stop_those_behind_them() {
     }
     seen.sort();
     assert_eq!(seen, ["0", "1", "2", "before", "unreadable"]);
+    eventually(DEADLINE, "receiving is up again", || async {
+        subscription.health().is_up()
+    })
+    .await;
     // Publishing has a connection of its own.
     assert!(nats.health().is_up(), "{:?}", nats.health());
 }

@@ -1,5 +1,6 @@
 //! NATS JetStream itself: what only a real server shows.
 
+mod closing;
 mod consuming;
 mod publishing;
 mod security;

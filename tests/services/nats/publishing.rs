@@ -123,6 +123,24 @@ async fn what_is_sent_again_within_the_window_is_stored_once() {
     assert_eq!(stored(&shared_nats().await.url(), &name).await, 3);
 }
 
+/// The server compares ids over the whole stream.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_id_is_stored_once_on_each_subject_of_a_stream() {
+    let nats = connect().await;
+    let name = unique_name("subjects");
+    nats.create_stream(&name, [format!("{name}.>")])
+        .await
+        .unwrap();
+    let on = |subject: &str| {
+        let subject = format!("{name}.{subject}");
+        Outgoing::from(Message::new(subject, "T").with_id("order-17"))
+    };
+    let batch = [on("placed"), on("audit")];
+    publish_all(&nats, &batch).await;
+    publish_all(&nats, &batch).await;
+    assert_eq!(stored(&shared_nats().await.url(), &name).await, 2);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_header_of_a_user_gives_orders_to_the_server() {
     let nats = connect().await;

@@ -1,6 +1,6 @@
 //! What is made, what is accepted, and what is refused.
 
-use async_nats::jetstream::consumer::{AckPolicy, pull};
+use async_nats::jetstream::consumer::{self, AckPolicy, ReplayPolicy, pull};
 use async_nats::jetstream::stream;
 use relaybox::ErrorKind;
 use relaybox::broker::Rung;
@@ -83,6 +83,46 @@ async fn a_consumer_with_other_settings_is_refused_and_both_values_are_named() {
         text.contains("ack_wait") && text.contains("5s") && text.contains("77s"),
         "{text}"
     );
+}
+
+/// Each of these would deliver less than there is, later, or nothing at all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_foreign_consumer_that_holds_something_back_is_refused() {
+    let url = shared_nats().await.url();
+    let name = stream("foreign").await;
+    let stream = client(&url).await.get_stream(&name).await.unwrap();
+    let nats = connect().await;
+    let made_by_us = subscribe(&nats, request("ours", &name)).await;
+    made_by_us.close(DEADLINE).await.unwrap();
+    let mut ours = stream.consumer_info("ours").await.unwrap().config;
+    ours.durable_name = Some("theirs".into());
+    ours.name = None;
+    let with = |change: fn(&mut consumer::Config)| {
+        let mut theirs = ours.clone();
+        change(&mut theirs);
+        theirs
+    };
+    for (field, theirs) in [
+        ("headers_only", with(|config| config.headers_only = true)),
+        (
+            "inactive_threshold",
+            with(|config| config.inactive_threshold = 600 * SECOND),
+        ),
+        (
+            "replay_policy",
+            with(|config| config.replay_policy = ReplayPolicy::Original),
+        ),
+        ("max_batch", with(|config| config.max_batch = 1)),
+        ("max_expires", with(|config| config.max_expires = SECOND)),
+    ] {
+        stream.create_consumer(theirs).await.unwrap();
+        let error = refused(&nats, request("theirs", &name)).await;
+        assert_eq!(error.violation().unwrap().field, field, "{error}");
+        stream.delete_consumer("theirs").await.unwrap();
+    }
+    let spacious = with(|config| config.max_batch = 10_000);
+    stream.create_consumer(spacious).await.unwrap();
+    drop(subscribe(&nats, request("theirs", &name)).await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

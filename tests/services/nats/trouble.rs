@@ -70,6 +70,30 @@ async fn a_lost_confirmation_is_unknown_and_sending_again_stores_nothing_twice()
     assert_eq!(stored(&url, &name).await, 2);
 }
 
+/// The client has room, so it would take the message and send it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_had_no_room_until_the_deadline_is_not_sent_after_it() {
+    let url = shared_nats().await.url();
+    let name = stream("late").await;
+    let target = url.strip_prefix("nats://").unwrap().to_owned();
+    let proxy = Proxy::start(target).await.unwrap();
+    let through = format!("nats://{}", proxy.address());
+    let narrow = config(through)
+        .with_ping_interval(600 * SECOND)
+        .with_in_flight_max(1);
+    let nats = Nats::connect(narrow).await.unwrap();
+    publish_all(&nats, &[message(&name, "0")]).await;
+    proxy.blackhole();
+    let outcomes = publish(&nats, &numbered(&name, 1..3)).await;
+    let stored = outcomes.iter().map(|outcome| match outcome {
+        PublishOutcome::Failed { stored, .. } => Some(*stored),
+        _ => None,
+    });
+    let stored: Vec<_> = stored.collect();
+    let expected = [Some(Stored::Unknown), Some(Stored::No)];
+    assert_eq!(stored, expected, "{outcomes:?}");
+}
+
 /// The window ends by the clock, whatever was sent meanwhile. What is stored twice then is an effect once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sending_again_after_the_window_stores_it_twice_and_the_inbox_keeps_one_effect() {
