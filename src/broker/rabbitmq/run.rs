@@ -167,12 +167,10 @@ impl Line {
             }
         }
         if told.trouble.is_some() {
-            flight.look(&mut told);
             // Takes the lock under which the client gives out a returned message with somebody's confirm and then its own:
             // behind it every message heard of so far has its return in a confirm that is here.
-            drop(self.channel.wait_for_confirms().now_or_never());
-            told.returns_only = true;
-            flight.look(&mut told);
+            let given_out = || drop(self.channel.wait_for_confirms().now_or_never());
+            catch_up(&mut told, |told| flight.look(told), given_out);
         }
         told.end(records)
     }
@@ -272,6 +270,14 @@ impl Drop for Flight {
             });
         }
     }
+}
+
+/// After a trouble: what is there already still counts, and whatever was returned of it is with one of the others.
+fn catch_up(told: &mut Told, mut look: impl FnMut(&mut Told), given_out: impl FnOnce()) {
+    look(told);
+    given_out();
+    told.returns_only = true;
+    look(told);
 }
 
 /// Asks each once. What has nothing to say yet stays.
@@ -424,9 +430,7 @@ mod tests {
             (1, Late(Some(Confirmation::Ack(None)), false)),
             (2, Late(Some(Confirmation::Ack(None)), false)),
         ]);
-        hear_all(&mut confirms, &mut told);
-        told.returns_only = true;
-        hear_all(&mut confirms, &mut told);
+        catch_up(&mut told, |told| hear_all(&mut confirms, told), || ());
         assert!(confirms.is_empty());
         let (answers, _) = told.end(&records);
         assert_eq!(answers, [Answer::None, Answer::Unroutable, Answer::Stored]);
