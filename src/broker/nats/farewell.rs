@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use async_nats::RequestErrorKind;
 use async_nats::jetstream::Message;
 use bytes::Bytes;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::puller::Puller;
 use super::shelf::{ACKNOWLEDGED, Held, IN_PROGRESS, RELEASED};
@@ -34,7 +34,11 @@ impl Puller {
         self.send_settled().await;
         // A server that does not answer must not keep the rest from being said.
         let half = until.saturating_duration_since(Instant::now()) / 2;
-        let _ = timeout_at(until - half, self.withdraw(&mut held)).await;
+        let patience = half.min(self.config.answer_deadline);
+        let withdrawn = timeout(patience, self.withdraw(&mut held)).await;
+        if withdrawn.is_err() {
+            self.ear.close().await;
+        }
         self.connected().await?;
         for held in held.into_values() {
             // Somebody else may have it by now.
@@ -54,7 +58,7 @@ impl Puller {
         let count = u64::try_from(asked)
             .unwrap_or(u64::MAX)
             .saturating_add(ANSWERS);
-        // Only what the server counted on this connection counts.
+        // After a loss the server counts from none again, and the client does not.
         if self.changes.borrow().losses > 0 || !self.ear.close_after(count).await {
             self.ear.close().await;
         } else {

@@ -212,6 +212,8 @@ impl Puller {
     fn look_for_unreadable(&mut self) {
         let asks = self.errand.is_none() && self.pause.is_none() && self.link.is_connected();
         if self.suspicious && self.feed.checked && asks {
+            // Also where it fails, for example because it is not allowed: the next loss brings the next one.
+            self.suspicious = false;
             let (link, feed) = (Arc::clone(&self.link), self.feed.clone());
             let (shelf, cursor) = (Arc::clone(&self.shelf), self.cursor);
             self.errand = Some(Box::pin(async move {
