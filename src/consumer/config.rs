@@ -13,8 +13,8 @@ pub enum MissingId {
     #[default]
     DeadLetter,
     /// Its place at the broker (topic, partition, offset) is its id: a copy published again is another message. Refused at
-    /// start where the broker has no [positions](crate::broker::SubscriberCapabilities::positions), as a queue of RabbitMQ:
-    /// there a message that comes again could not be told from another.
+    /// start where the broker has no [positions](crate::broker::SubscriberCapabilities::positions): there a message that
+    /// comes again could not be told from another.
     BrokerCoordinates,
 }
 
