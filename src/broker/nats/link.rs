@@ -86,6 +86,8 @@ impl Notes {
                 self.trouble("the server delivers faster than we read".into())
             }
             Event::ServerError(ServerError::Other(text)) => {
+                // First, so that whoever is woken by a denial finds it in the health.
+                self.trouble(format!("the server says: {text}"));
                 if let Some(subject) = denied_subject(text) {
                     let mut book = self.book();
                     if book.denials.len() >= DENIALS_MAX {
@@ -95,7 +97,6 @@ impl Notes {
                     drop(book);
                     self.changes.send_modify(|changes| changes.denials += 1);
                 }
-                self.trouble(format!("the server says: {text}"));
             }
             Event::ServerError(other) => self.trouble(format!("the server says: {other}")),
             Event::ClientError(error) => self.trouble(error.to_string()),
