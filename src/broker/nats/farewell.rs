@@ -7,6 +7,7 @@ use async_nats::jetstream::Message;
 use bytes::Bytes;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::durable::{Feed, consumer_info};
 use super::puller::Puller;
 use super::shelf::{ACKNOWLEDGED, Held, IN_PROGRESS, RELEASED};
 use crate::error::{Error, ErrorKind, Result};
@@ -40,6 +41,14 @@ impl Puller {
             self.ear.close().await;
         }
         self.connected().await?;
+        if held.len() > 1 && self.feed.checked {
+            // Asked about the consumer, the server forgets a question that nobody hears. Else it would find that out by
+            // the first message it is given back, and put that behind the rest.
+            let Feed {
+                stream, durable, ..
+            } = &self.feed;
+            let _ = consumer_info(&self.link, "close", stream, durable).await;
+        }
         for held in held.into_values() {
             // Somebody else may have it by now.
             if Instant::now() < held.until {
