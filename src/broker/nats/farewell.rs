@@ -1,18 +1,23 @@
 //! How a puller ends: it takes its question back, gives back what is held, and makes sure of what was acknowledged.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use async_nats::RequestErrorKind;
 use async_nats::jetstream::Message;
 use bytes::Bytes;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::ear::Ear;
 use super::puller::Puller;
 use super::shelf::{ACKNOWLEDGED, Held, IN_PROGRESS, RELEASED};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Answers that may still be under way besides the messages of a question: heartbeats, and of signs of life.
 const ANSWERS: u64 = 64;
+/// Most messages fetched in a last look, and for how long it waits for them.
+const SWEPT: usize = 64;
+const SWEEP: Duration = Duration::from_millis(50);
 /// The number of a message that no stream has.
 const NO_SEQUENCE: u64 = 9_000_000_000_000_000_000;
 
@@ -40,6 +45,10 @@ impl Puller {
             self.ear.close().await;
         }
         self.connected().await?;
+        if !held.is_empty() {
+            // The other half of the time is for what is said.
+            let _ = timeout(patience / 2, self.sweep(&mut held)).await;
+        }
         for held in held.into_values() {
             // Somebody else may have it by now.
             if Instant::now() < held.until {
@@ -90,6 +99,26 @@ impl Puller {
                 return;
             }
         }
+    }
+
+    /// Fetches what the server had chosen for the question when it was taken back. It would be delivered before all that is
+    /// given back, whatever its place; and with a question that is heard, the server forgets the one that is not.
+    async fn sweep(&mut self, held: &mut BTreeMap<u64, Held>) -> Result<()> {
+        self.ear = Ear::open(&self.link).await?;
+        let question = format!(r#"{{"batch":{SWEPT},"expires":{}}}"#, SWEEP.as_nanos());
+        let (subject, request) = self.question("s", question);
+        let asked = self.link.context.send_request(subject, request);
+        self.link.ask("close", "no last look", asked).await?;
+        for _ in 0..SWEPT {
+            match self.ear.next().await {
+                Some(message) if self.ear.token(&message).is_none() => {
+                    self.collect(message, held);
+                }
+                // The time is over, or there is no consumer.
+                _ => break,
+            }
+        }
+        Ok(())
     }
 
     fn collect(&self, message: async_nats::Message, held: &mut BTreeMap<u64, Held>) {

@@ -6,7 +6,7 @@ use async_nats::{Request, Subject};
 use bytes::Bytes;
 use tokio::time::{Instant, timeout_at};
 
-use super::durable::expires;
+use super::durable::{Feed, expires};
 use super::puller::{Pull, Puller, Signs};
 use super::shelf::{ACKNOWLEDGED, IN_PROGRESS};
 
@@ -27,13 +27,7 @@ impl Puller {
             expires.as_nanos(),
             self.config.heartbeat.as_nanos(),
         );
-        let subject = format!(
-            "CONSUMER.MSG.NEXT.{}.{}",
-            self.feed.stream, self.feed.durable
-        );
-        let request = Request::new()
-            .payload(question.into())
-            .inbox(self.ear.address(&format!("p{number}")));
+        let (subject, request) = self.question(&format!("p{number}"), question);
         let asked = self.link.context.send_request(subject, request);
         match timeout_at(now + self.config.answer_deadline, asked).await {
             Ok(Ok(())) => {
@@ -46,6 +40,17 @@ impl Puller {
             Ok(Err(error)) => self.trouble(&error.to_string(), false),
             Err(_elapsed) => self.trouble("the connection takes nothing", false),
         }
+    }
+
+    /// A question for messages, whose answers come with this token.
+    pub(super) fn question(&self, token: &str, question: String) -> (String, Request) {
+        let Feed {
+            stream, durable, ..
+        } = &self.feed;
+        let request = Request::new()
+            .payload(question.into())
+            .inbox(self.ear.address(token));
+        (format!("CONSUMER.MSG.NEXT.{stream}.{durable}"), request)
     }
 
     pub(super) async fn send_settled(&mut self) {

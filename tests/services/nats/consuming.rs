@@ -176,6 +176,30 @@ async fn a_consumer_deleted_under_a_pull_is_made_anew() {
     }
 }
 
+/// Its messages have the numbers of those that are still in work, and what is said of those must not settle them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_made_anew_under_a_consumer_loses_no_message() {
+    let url = shared_nats().await.url();
+    let name = stream("anew").await;
+    let patient = config(&url).with_ack_wait(600 * SECOND);
+    let nats = Nats::connect(patient).await.unwrap();
+    publish_all(&nats, &[message(&name, "old")]).await;
+    let mut subscription = subscribe(&nats, request("reader", &name)).await;
+    let old = receive(&mut subscription, 1).await.remove(0);
+    client(&url).await.delete_stream(&name).await.unwrap();
+    nats.create_stream(&name, [&name]).await.unwrap();
+    publish_all(&nats, &[message(&name, "new")]).await;
+    let new = receive(&mut subscription, 1).await.remove(0);
+    assert_eq!(text(&new), "new");
+    assert_eq!(new.coordinates.offset, old.coordinates.offset);
+    assert!(!old.receipt.is_current());
+    acknowledge(old).await;
+    assert!(new.receipt.is_current());
+    acknowledge(new).await;
+    subscription.close(DEADLINE).await.unwrap();
+    assert_eq!(nats.lag("reader", &name).await.unwrap().messages, 0);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deleted_consumer_ends_the_subscription_where_that_was_asked_for() {
     let url = shared_nats().await.url();
