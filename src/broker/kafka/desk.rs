@@ -116,7 +116,10 @@ impl Desk {
     // ---- The polling thread's side
 
     pub(super) fn has_room(&self) -> bool {
-        let state = self.state();
+        self.has_room_in(&self.state())
+    }
+
+    fn has_room_in(&self, state: &State) -> bool {
         state.unsettled < self.in_flight_max
             && state.away.len() < self.in_flight_max.saturating_mul(AWAY_FACTOR)
     }
@@ -128,7 +131,10 @@ impl Desk {
 
     pub(super) fn wait_for_settlement(&self, within: Duration) {
         let state = self.state();
-        drop(self.settled.wait_timeout(state, within));
+        // Asked again under the lock: settlements that came since would wake nobody any more.
+        if !self.has_room_in(&state) {
+            drop(self.settled.wait_timeout(state, within));
+        }
     }
 
     /// Lays out a delivery. The thread asks for [room](Self::has_room) before it polls.
