@@ -16,6 +16,7 @@ pub use line::KafkaLine;
 pub use security::KafkaSecurity;
 
 use crate::ServiceError;
+use crate::controls::local_controls;
 use crate::server::{Server, Way, blocking, environment, until_ready};
 
 const SERVICE: &str = "Kafka";
@@ -302,79 +303,9 @@ impl Kafka {
         })
         .await
     }
-
-    /// Shuts the broker down in order and starts it again on the same data and port. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`]; or the broker is not running or does not come back.
-    pub async fn restart(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "restart", |local| {
-                local.shut_down("TERM", SHUT_DOWN_WITHIN)
-            })
-            .await?;
-        self.start_again().await
-    }
-
-    /// SIGKILL to the broker; returns when it is gone. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the broker is not running.
-    pub async fn kill(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "kill", |local| local.kill())
-            .await
-    }
-
-    /// Starts a broker that was killed, on the same data and port; returns when it answers. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`]; or the broker is still running or does not come back.
-    pub async fn start_again(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "start again", |local| local.start())
-            .await?;
-        self.ready(READY_WITHIN).await
-    }
-
-    /// SIGSTOP to the broker: connections are accepted and nobody answers. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the broker is not running.
-    pub async fn stop(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "stop", |local| local.stop())
-            .await
-    }
-
-    /// SIGCONT after [`Kafka::stop`]. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the broker is not running.
-    pub async fn cont(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "cont", |local| local.cont())
-            .await
-    }
-
-    /// The process id of a running local broker.
-    #[must_use]
-    pub fn pid(&self) -> Option<u32> {
-        self.server.local(SERVICE, "pid").ok()?.pid()
-    }
-
-    /// The directory of a local broker: data, settings and log. It goes with the broker.
-    #[must_use]
-    pub fn directory(&self) -> Option<&Path> {
-        let local = self.server.local(SERVICE, "directory").ok()?;
-        Some(local.directory())
-    }
 }
+
+local_controls!(Kafka, "TERM");
 
 impl fmt::Debug for Kafka {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::ServiceError;
+use crate::controls::local_controls;
 use crate::server::{Server, Way, blocking, environment, until_ready};
 
 const SERVICE: &str = "PostgreSQL";
@@ -176,71 +177,6 @@ impl Postgres {
         Ok(database::with_database(&self.url, &name))
     }
 
-    /// Shuts the server down (fast mode) and starts it again on the same data and port. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`]; or the server is not running or does not come back.
-    pub async fn restart(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "restart", |local| {
-                local.shut_down("INT", SHUT_DOWN_WITHIN)
-            })
-            .await?;
-        self.start_again().await
-    }
-
-    /// SIGKILL to the server and its backends; returns when all are gone. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the server is not running.
-    pub async fn kill(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "kill", |local| local.kill())
-            .await
-    }
-
-    /// Starts a server that was killed, on the same data and port; returns when it answers. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`]; or the server is still running or does not come back.
-    pub async fn start_again(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "start again", |local| local.start())
-            .await?;
-        self.ready(READY_WITHIN).await
-    }
-
-    /// SIGSTOP to the server and its backends: connections are accepted and nobody answers. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the server is not running.
-    pub async fn stop(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "stop", |local| local.stop())
-            .await
-    }
-
-    /// SIGCONT after [`Postgres::stop`]. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the server is not running.
-    pub async fn cont(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "cont", |local| local.cont())
-            .await
-    }
-
-    /// The process id of a running local server.
-    #[must_use]
-    pub fn pid(&self) -> Option<u32> {
-        self.server.local(SERVICE, "pid").ok()?.pid()
-    }
-
     /// Path of a program of the same PostgreSQL, such as `pg_dump`. Local process only.
     ///
     /// # Errors
@@ -250,14 +186,9 @@ impl Postgres {
         self.server.local(SERVICE, "program")?;
         local::program(name).map_err(|why| ServiceError::failed(SERVICE, "program", why))
     }
-
-    /// The directory of a local server: data, settings and log. It goes with the server.
-    #[must_use]
-    pub fn directory(&self) -> Option<&Path> {
-        let local = self.server.local(SERVICE, "directory").ok()?;
-        Some(local.directory())
-    }
 }
+
+local_controls!(Postgres, "INT");
 
 impl fmt::Debug for Postgres {
     // Without the URL, which may hold a password.

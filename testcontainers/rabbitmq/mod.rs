@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::ServiceError;
+use crate::controls::local_controls;
 use crate::server::{Server, Way, blocking, environment, until_ready};
 
 const SERVICE: &str = "RabbitMQ";
@@ -214,79 +215,9 @@ impl RabbitMq {
         let arguments = ["close_all_connections", "a test asked for it"];
         self.ctl(&arguments).await.map(drop)
     }
-
-    /// Shuts the node down in order and starts it again on the same data and ports. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`]; or the node is not running or does not come back.
-    pub async fn restart(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "restart", |local| {
-                local.shut_down("TERM", SHUT_DOWN_WITHIN)
-            })
-            .await?;
-        self.start_again().await
-    }
-
-    /// SIGKILL to the node; returns when it is gone. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the node is not running.
-    pub async fn kill(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "kill", |local| local.kill())
-            .await
-    }
-
-    /// Starts a node that was killed, on the same data and ports; returns when it answers. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`]; or the node is still running or does not come back.
-    pub async fn start_again(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "start again", |local| local.start())
-            .await?;
-        self.ready(READY_WITHIN).await
-    }
-
-    /// SIGSTOP to the node: connections are accepted and nobody answers. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the node is not running.
-    pub async fn stop(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "stop", |local| local.stop())
-            .await
-    }
-
-    /// SIGCONT after [`RabbitMq::stop`]. Local process only.
-    ///
-    /// # Errors
-    ///
-    /// [`ServiceError::NotLocal`], or the node is not running.
-    pub async fn cont(&self) -> Result<(), ServiceError> {
-        self.server
-            .on_local(SERVICE, "cont", |local| local.cont())
-            .await
-    }
-
-    /// The process id of a running local node: of the shell that holds it and its port mapper.
-    #[must_use]
-    pub fn pid(&self) -> Option<u32> {
-        self.server.local(SERVICE, "pid").ok()?.pid()
-    }
-
-    /// The directory of a local node: data, settings and log. It goes with the node.
-    #[must_use]
-    pub fn directory(&self) -> Option<&Path> {
-        let local = self.server.local(SERVICE, "directory").ok()?;
-        Some(local.directory())
-    }
 }
+
+local_controls!(RabbitMq, "TERM");
 
 /// Shows the address only: the URL holds a password.
 impl fmt::Debug for RabbitMq {

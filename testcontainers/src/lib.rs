@@ -21,6 +21,7 @@
 //! # }
 //! ```
 
+mod controls;
 mod docker;
 mod error;
 #[path = "../kafka/mod.rs"]
