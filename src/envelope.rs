@@ -247,7 +247,7 @@ fn fill<T>(slot: &mut Option<T>, value: Option<T>) -> bool {
 }
 
 /// What an inbox can hold as a key.
-fn is_usable_id(id: &str) -> bool {
+pub(crate) fn is_usable_id(id: &str) -> bool {
     !id.trim().is_empty() && id.len() <= 255 && !id.contains('\0')
 }
 

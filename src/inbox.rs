@@ -1,11 +1,12 @@
-//! The inbox: records the message id, runs the handler and commits both, as one transaction.
+//! The inbox: records the keys of messages, runs the handler and commits both, as one transaction.
 
+use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 use futures_util::FutureExt;
 
-use crate::consumer::{Failure, Handler, Outcome};
+use crate::consumer::{BatchHandler, Failure, Outcome, OutsideHandler};
 use crate::envelope::Incoming;
 use crate::error::{Error, ErrorKind};
 use crate::ladder::Ask;
@@ -14,13 +15,9 @@ use crate::store::{InboxStore, Recorded};
 /// How an attempt ended.
 #[derive(Debug)]
 pub(crate) enum Attempt {
-    /// The effect is committed.
-    Done,
-    /// The handler chose to do nothing, and that is committed.
-    Skipped,
-    /// The effect was committed before.
-    Duplicate,
-    /// The same message is being handled elsewhere.
+    /// What was to be done is committed: how it is with each message.
+    Settled(Vec<Ended>),
+    /// A message of them is being handled elsewhere.
     Busy,
     /// The handler failed; nothing of it is left. Counts.
     Failed { failure: Failure, ask: Ask },
@@ -29,69 +26,146 @@ pub(crate) enum Attempt {
     Rerun(Failure),
     /// The database is away. Counts as nothing.
     Unavailable(Error),
+    /// The work is done, outside of any transaction, and could not be recorded. It must not be done again.
+    Unrecorded(Ended, Error),
 }
 
-/// Runs one attempt.
-///
-/// Not cancel safe by choice: a future dropped in here closes its connection, and the message comes again.
-pub(crate) async fn attempt<S, H>(
-    store: &S,
-    consumer: &str,
-    handler: &H,
-    handler_timeout: Duration,
-    incoming: &Incoming,
-) -> Attempt
-where
-    S: InboxStore,
-    H: Handler<S::Connection>,
-{
-    let mut transaction = match store.begin().await {
-        Ok(transaction) => transaction,
-        Err(error) => return before_the_work(error),
-    };
-    match store
-        .record(&mut transaction, consumer, &incoming.message.id)
-        .await
+/// How it is with one message after an attempt that succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// The effect is committed.
+    Done,
+    /// The handler chose to do nothing, and that is committed.
+    Skipped,
+    /// The effect was committed before.
+    Duplicate,
+}
+
+/// A message and what the inbox remembers it by.
+#[derive(Debug, Clone)]
+pub(crate) struct Keyed {
+    pub incoming: Incoming,
+    pub key: String,
+}
+
+/// The inbox of one consumer.
+#[derive(Debug)]
+pub(crate) struct Inbox<S> {
+    pub store: S,
+    pub consumer: String,
+    pub handler_timeout: Duration,
+}
+
+impl<S: InboxStore> Inbox<S> {
+    /// Runs one attempt inside a transaction.
+    ///
+    /// Not cancel safe by choice: a future dropped in here closes its connection, and the messages come again.
+    pub(crate) async fn within<H>(&self, handler: &H, batch: &[&Keyed]) -> Attempt
+    where
+        H: BatchHandler<S::Connection>,
     {
-        Ok(Recorded::First) => {}
-        Ok(Recorded::Duplicate) => {
+        let store = &self.store;
+        let mut transaction = match store.begin().await {
+            Ok(transaction) => transaction,
+            Err(error) => return before_the_work(error),
+        };
+        let keys: Vec<&str> = batch.iter().map(|message| &*message.key).collect();
+        let recorded = store.record(&mut transaction, &self.consumer, &keys).await;
+        let recorded = match recorded {
+            Ok(recorded) => recorded,
+            Err(error) => {
+                let _ = store.rollback(transaction).await;
+                return before_the_work(error);
+            }
+        };
+        let new = batch.iter().zip(&recorded);
+        let new = new.filter(|(_, recorded)| **recorded == Recorded::First);
+        let new: Vec<&Incoming> = new.map(|(message, _)| &message.incoming).collect();
+        if new.is_empty() {
             // Nothing was written; a broken connection changes nothing about that.
             let _ = store.rollback(transaction).await;
-            return Attempt::Duplicate;
+            return Attempt::Settled(vec![Ended::Duplicate; batch.len()]);
         }
-        Err(error) => {
-            let _ = store.rollback(transaction).await;
-            return before_the_work(error);
+
+        // Called inside, because a handler may panic before it has a future to return.
+        let work = async { handler.handle(S::connection(&mut transaction), &new).await };
+        let ended = match self.guarded(work).await {
+            Ok(outcome) => outcome,
+            Err(failure) => {
+                // A statement may be half sent: dropping the transaction closes its connection.
+                drop(transaction);
+                return failed(failure, Ask::Next);
+            }
+        };
+        let (failure, ask) = match asked(ended) {
+            Ok(ended) => {
+                let each = recorded.iter().map(|recorded| match recorded {
+                    Recorded::First => ended,
+                    Recorded::Duplicate => Ended::Duplicate,
+                });
+                return commit(store, transaction, each.collect()).await;
+            }
+            Err(failed) => failed,
+        };
+        undo(store, transaction, failure, ask).await
+    }
+
+    /// Runs one attempt with no transaction around it, and records the key once it is done. Two copies at once may both be
+    /// handled, and so may one whose process dies before the record.
+    pub(crate) async fn around<H: OutsideHandler>(&self, handler: &H, message: &Keyed) -> Attempt {
+        let (store, key) = (&self.store, &*message.key);
+        match store.is_recorded(&self.consumer, key).await {
+            Ok(true) => return Attempt::Settled(vec![Ended::Duplicate]),
+            Ok(false) => {}
+            Err(error) => return before_the_work(error),
+        }
+        let work = async { handler.handle(&message.incoming).await };
+        let ended = match self.guarded(work).await.map(asked) {
+            Ok(Ok(ended)) => ended,
+            Ok(Err((failure, ask))) => return failed(failure, ask),
+            Err(failure) => return failed(failure, Ask::Next),
+        };
+        match self.remember(key).await {
+            Ok(()) => Attempt::Settled(vec![ended]),
+            Err(error) => Attempt::Unrecorded(ended, error),
         }
     }
 
-    // Called inside, because a handler may panic before it has a future to return.
-    let work = async {
-        handler
-            .handle(S::connection(&mut transaction), incoming)
-            .await
-    };
-    let guarded = AssertUnwindSafe(work).catch_unwind();
-    let outcome = match tokio::time::timeout(handler_timeout, guarded).await {
-        Ok(Ok(outcome)) => outcome,
-        // After a panic or a timeout a statement may be half sent: dropping the transaction closes its connection.
-        Ok(Err(panic)) => {
-            drop(transaction);
-            return failed(Failure::panic(&*panic), Ask::Next);
+    /// Records a key in a transaction of its own.
+    pub(crate) async fn remember(&self, key: &str) -> Result<(), Error> {
+        let mut transaction = self.store.begin().await?;
+        let keys = [key];
+        let recorded = self.store.record(&mut transaction, &self.consumer, &keys);
+        match recorded.await {
+            Ok(_) => self.store.commit(transaction).await,
+            Err(error) => {
+                let _ = self.store.rollback(transaction).await;
+                Err(error)
+            }
         }
-        Err(_) => {
-            drop(transaction);
-            return failed(Failure::timeout(handler_timeout), Ask::Next);
+    }
+
+    async fn guarded(
+        &self,
+        work: impl Future<Output = Outcome> + Send,
+    ) -> Result<Outcome, Failure> {
+        let guarded = AssertUnwindSafe(work).catch_unwind();
+        match tokio::time::timeout(self.handler_timeout, guarded).await {
+            Ok(Ok(outcome)) => Ok(outcome),
+            Ok(Err(panic)) => Err(Failure::panic(&*panic)),
+            Err(_) => Err(Failure::timeout(self.handler_timeout)),
         }
-    };
+    }
+}
+
+/// What a handler's word asks for.
+fn asked(outcome: Outcome) -> Result<Ended, (Failure, Ask)> {
     match outcome {
-        Outcome::Done => commit(store, transaction, Attempt::Done).await,
-        Outcome::Skip => commit(store, transaction, Attempt::Skipped).await,
-        Outcome::Retry(failure) => undo(store, transaction, failure, Ask::Next).await,
-        Outcome::RetryAfter(delay, failure) => {
-            undo(store, transaction, failure, Ask::After(delay)).await
-        }
-        Outcome::Permanent(failure) => undo(store, transaction, failure, Ask::Never).await,
+        Outcome::Done => Ok(Ended::Done),
+        Outcome::Skip => Ok(Ended::Skipped),
+        Outcome::Retry(failure) => Err((failure, Ask::Next)),
+        Outcome::RetryAfter(delay, failure) => Err((failure, Ask::After(delay))),
+        Outcome::Permanent(failure) => Err((failure, Ask::Never)),
     }
 }
 
@@ -111,11 +185,11 @@ fn before_the_work(error: Error) -> Attempt {
 async fn commit<S: InboxStore>(
     store: &S,
     transaction: S::Transaction,
-    committed: Attempt,
+    ended: Vec<Ended>,
 ) -> Attempt {
     match store.commit(transaction).await {
-        Ok(()) => committed,
-        // After a broken connection, whether it was committed shows when the id is recorded again.
+        Ok(()) => Attempt::Settled(ended),
+        // After a broken connection, whether it was committed shows when the keys are recorded again.
         Err(error) if error.is_transient() => Attempt::Rerun(Failure::from(error)),
         // For example a handler that swallowed an error and left the transaction aborted, or a deferred constraint.
         Err(error) => failed(Failure::from(error), Ask::Next),

@@ -206,6 +206,17 @@ CREATE TABLE relaybox_inbox (
 
 CREATE INDEX ON relaybox_inbox (consumer, recorded_at);
 
+-- Work that may end its process, from its start to its end, whichever.
+CREATE TABLE relaybox_inbox_start (
+    consumer    text        NOT NULL,
+    message_id  text        NOT NULL,
+    starts      int         NOT NULL,
+    started_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, message_id)
+);
+
+CREATE INDEX ON relaybox_inbox_start (consumer, started_at);
+
 CREATE TABLE relaybox_dead_letter (
     position         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     consumer         text        NOT NULL,

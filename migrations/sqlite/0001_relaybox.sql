@@ -102,6 +102,17 @@ CREATE TABLE relaybox_inbox (
     UNIQUE (consumer, recorded_at, message_id)
 ) STRICT, WITHOUT ROWID;
 
+-- Work that may end its process, from its start to its end, whichever.
+CREATE TABLE relaybox_inbox_start (
+    consumer    TEXT    NOT NULL,
+    message_id  TEXT    NOT NULL,
+    starts      INTEGER NOT NULL,
+    started_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    PRIMARY KEY (consumer, message_id),
+    -- Only for its index: CREATE INDEX cannot follow a schema prefix.
+    UNIQUE (consumer, started_at, message_id)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE relaybox_dead_letter (
     position         INTEGER PRIMARY KEY AUTOINCREMENT,
     consumer         TEXT    NOT NULL,

@@ -6,6 +6,9 @@ use crate::backoff::{DelayPolicy, Jitter};
 use crate::broker::{SubscriberCapabilities, TopologyMode};
 use crate::error::{Error, Result, within};
 
+use super::guard::FailureGuard;
+use super::job::InboxKey;
+
 /// What happens to a message without a usable id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MissingId {
@@ -28,8 +31,10 @@ pub struct ConsumerConfig {
     pub(super) shutdown_deadline: Duration,
     pub(super) backoff: DelayPolicy,
     pub(super) topology: TopologyMode,
+    pub(super) inbox_key: InboxKey,
     pub(super) missing_id: MissingId,
     pub(super) inbox_retention: Duration,
+    pub(super) failure_guard: Option<FailureGuard>,
 }
 
 impl Default for ConsumerConfig {
@@ -44,8 +49,10 @@ impl Default for ConsumerConfig {
                 .with_jitter(Jitter::Equal)
                 .with_cap(Duration::from_secs(10)),
             topology: TopologyMode::Create,
+            inbox_key: InboxKey::MessageId,
             missing_id: MissingId::DeadLetter,
             inbox_retention: Duration::from_secs(30 * 86_400),
+            failure_guard: Some(FailureGuard::default()),
         }
     }
 }
@@ -101,7 +108,28 @@ impl ConsumerConfig {
         self
     }
 
-    /// The rule for messages without a usable id (default dead letter).
+    /// What the inbox remembers messages by (default their ids). Changing it makes every message new to the inbox.
+    #[must_use]
+    pub fn with_inbox_key(mut self, key: InboxKey) -> Self {
+        self.inbox_key = key;
+        self
+    }
+
+    /// When to pause because most attempts fail (default: [`FailureGuard::default`]).
+    #[must_use]
+    pub fn with_failure_guard(mut self, guard: FailureGuard) -> Self {
+        self.failure_guard = Some(guard);
+        self
+    }
+
+    /// Never pauses because most attempts fail.
+    #[must_use]
+    pub fn without_failure_guard(mut self) -> Self {
+        self.failure_guard = None;
+        self
+    }
+
+    /// The rule for messages without a usable id, or that the key's function makes no usable key of (default dead letter).
     #[must_use]
     pub fn with_missing_id(mut self, rule: MissingId) -> Self {
         self.missing_id = rule;
@@ -129,8 +157,13 @@ impl ConsumerConfig {
     }
 
     /// Refuses what would break a promise.
-    pub(super) fn validate(&self, ladder: Duration) -> Result<()> {
+    pub(super) fn validate(&self, ladder: Duration, batch_max: usize) -> Result<()> {
         within("concurrency", self.concurrency, 1, 10_000)?;
+        // Larger ones would never be full.
+        within("batch", batch_max, 1, self.in_flight_max.max(1))?;
+        if let Some(guard) = &self.failure_guard {
+            guard.validate()?;
+        }
         within(
             "in_flight_max",
             self.in_flight_max,
@@ -196,7 +229,7 @@ mod tests {
     fn settings_that_break_a_promise_are_refused_by_name() {
         let hour = Duration::from_secs(3600);
         let refused = |config: ConsumerConfig| {
-            let error = config.validate(hour).unwrap_err();
+            let error = config.validate(hour, 1).unwrap_err();
             error.violation().unwrap().field
         };
         let config = ConsumerConfig::default;
@@ -214,7 +247,13 @@ mod tests {
             refused(config().with_inbox_retention(hour)),
             "inbox_retention"
         );
-        config().validate(hour).unwrap();
+        config().validate(hour, 256).unwrap();
+        assert!(config().validate(hour, 257).is_err());
+        let guard = FailureGuard::default().with_percent(0);
+        assert_eq!(
+            refused(config().with_failure_guard(guard)),
+            "failure_guard percent"
+        );
         assert!(validate_name("billing-2.eu").is_ok());
         assert!(validate_name("").is_err());
         assert!(validate_name("a b").is_err());

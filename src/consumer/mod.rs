@@ -1,33 +1,46 @@
 //! The consumer: deliveries in, effects once, failures up the ladder.
 
 mod config;
+mod copies;
+mod form;
+mod guard;
 mod handler;
+mod job;
 mod outcome;
 mod process;
 mod schedule;
+mod work;
 
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinSet;
-use tracing::{debug, info, warn};
+use tokio::sync::watch;
+use tracing::{info, warn};
 
-use crate::broker::{Delivery, Publisher, Subscriber, Subscription, SubscriptionRequest};
+use crate::broker::{Publisher, Subscriber, SubscriptionRequest};
 use crate::clock::{Clock, SystemClock};
 use crate::dlq::DeadLetters;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
+use crate::inbox::Inbox;
 use crate::ladder::Ladder;
 use crate::store::InboxStore;
 
 pub use config::{ConsumerConfig, MissingId};
-pub use handler::{Handler, HandlerFn, HandlerFunction, handler_fn};
+pub use guard::FailureGuard;
+pub use handler::{
+    BatchFunction, BatchHandler, Handler, HandlerFn, HandlerFunction, OutsideFunction,
+    OutsideHandler, handler_fn,
+};
+pub use job::{BusinessKey, InboxKey};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
 
-use process::{Homes, Processor};
-use schedule::{Schedule, Slot};
+use copies::Copies;
+use form::{Batches, Form, Outside, Single};
+use job::Homes;
+use process::Processor;
+use work::Work;
 
 /// Pause between clean-ups of the inbox.
 const CLEAN_UP_PAUSE: Duration = Duration::from_secs(60);
@@ -131,7 +144,7 @@ impl<S: InboxStore> Consumer<S> {
     /// rolled back, their messages delivered again.
     ///
     /// # Errors
-    /// At start: [`Configuration`](ErrorKind::Configuration), a missing source, rung or dead letter destination, or a
+    /// At start: [`Configuration`](crate::ErrorKind::Configuration), a missing source, rung or dead letter destination, or a
     /// database or broker that cannot be reached. Later: when the subscription ended for good.
     pub async fn run_until<H>(
         self,
@@ -141,9 +154,78 @@ impl<S: InboxStore> Consumer<S> {
     where
         H: Handler<S::Connection>,
     {
+        self.run(Single(handler), shutdown).await
+    }
+
+    /// As [`run_until`](Self::run_until), with up to `batch_max` messages in one transaction: what is ready when a handler is
+    /// free, nothing is waited for. What fails in a batch is handled again, each message alone.
+    ///
+    /// `in_flight_max` bounds what is at hand: for full batches it has to be `batch_max` for each concurrent handler and more.
+    ///
+    /// ```no_run
+    /// # #[cfg(all(feature = "sqlite", feature = "memory"))]
+    /// # mod example {
+    /// use relaybox::{Consumer, Incoming, Outcome, handler_fn};
+    /// use sqlx::SqliteConnection;
+    ///
+    /// async fn charge(_app: &(), db: &mut SqliteConnection, batch: &[&Incoming]) -> Result<Outcome, sqlx::Error> {
+    ///     let mut insert = sqlx::QueryBuilder::new("INSERT INTO charge (id) ");
+    ///     insert.push_values(batch, |mut row, incoming| {
+    ///         row.push_bind(incoming.message.id.as_str());
+    ///     });
+    ///     insert.build().execute(db).await?;
+    ///     Ok(Outcome::Done)
+    /// }
+    ///
+    /// # use relaybox::{broker::memory::MemoryBroker, store::sqlite::SqliteStore};
+    /// # async fn run(broker: MemoryBroker, store: SqliteStore, shutdown: impl Future<Output = ()> + Send) -> relaybox::Result<()> {
+    /// Consumer::new("billing", "orders", broker, store)
+    ///     .run_batches_until(100, handler_fn((), charge), shutdown)
+    ///     .await
+    /// # }
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`run_until`](Self::run_until).
+    pub async fn run_batches_until<H>(
+        self,
+        batch_max: usize,
+        handler: H,
+        shutdown: impl Future<Output = ()> + Send,
+    ) -> Result<()>
+    where
+        H: BatchHandler<S::Connection>,
+    {
+        let count_max = batch_max;
+        self.run(Batches { count_max, handler }, shutdown).await
+    }
+
+    /// As [`run_until`](Self::run_until), with no transaction around the work; see [`OutsideHandler`]. For a consumer without a
+    /// database there is [`NoInbox`](crate::store::NoInbox).
+    ///
+    /// # Errors
+    /// As [`run_until`](Self::run_until).
+    pub async fn run_outside_until<H>(
+        self,
+        handler: H,
+        shutdown: impl Future<Output = ()> + Send,
+    ) -> Result<()>
+    where
+        H: OutsideHandler,
+    {
+        self.run(Outside(handler), shutdown).await
+    }
+
+    async fn run<F: Form<S>>(
+        self,
+        handler: F,
+        shutdown: impl Future<Output = ()> + Send,
+    ) -> Result<()> {
         config::validate_name(&self.name)?;
         self.ladder.validate()?;
-        self.config.validate(self.ladder.duration())?;
+        self.config
+            .validate(self.ladder.duration(), handler.batch_max())?;
         self.config.can_identify(&self.subscriber.capabilities())?;
         let request = self.request();
         no_circle(&request)?;
@@ -161,29 +243,8 @@ impl<S: InboxStore> Consumer<S> {
         let (stop, stopped) = watch::channel(false);
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
-        let mut config = self.config;
-        config.concurrency = config.concurrency.min(self.store.concurrency_max());
-        let processor = Arc::new(Processor {
-            homes: Homes::new(&self.sources, &self.ladder, &self.name),
-            name: self.name,
-            config,
-            ladder: self.ladder,
-            dead_letters: self.dead_letters,
-            publisher: self.publisher,
-            store: self.store,
-            handler,
-            clock: self.clock,
-            counts: self.counts,
-        });
-        let mut work = Work {
-            places: Arc::new(Semaphore::new(processor.config.concurrency)),
-            processor: processor.clone(),
-            schedule: Schedule::new(),
-            running: JoinSet::new(),
-            running_bytes: 0,
-            waiting_bytes: 0,
-            stopped,
-        };
+        let processor = Arc::new(self.into_processor(handler));
+        let mut work = Work::new(processor.clone(), stopped);
         let ended = tokio::select! {
             result = work.run(&mut *subscription) => result,
             () = clean_up(&processor) => Ok(()),
@@ -199,6 +260,30 @@ impl<S: InboxStore> Consumer<S> {
         }
         info!(consumer = name, drained, "consumer stopped");
         ended
+    }
+
+    fn into_processor<F>(self, form: F) -> Processor<S, F> {
+        let mut config = self.config;
+        config.concurrency = config.concurrency.min(self.store.concurrency_max());
+        Processor {
+            homes: Homes::new(&self.sources, &self.ladder, &self.name),
+            inbox: Inbox {
+                store: self.store,
+                consumer: self.name.clone(),
+                handler_timeout: config.handler_timeout,
+            },
+            form,
+            copies: Copies {
+                consumer: self.name,
+                ladder: self.ladder,
+                dead_letters: self.dead_letters,
+                publisher: self.publisher,
+                clock: self.clock.clone(),
+            },
+            config,
+            clock: self.clock,
+            counts: self.counts,
+        }
     }
 
     fn request(&self) -> SubscriptionRequest {
@@ -241,117 +326,14 @@ fn no_circle(request: &SubscriptionRequest) -> Result<()> {
     Ok(())
 }
 
-/// Deliveries waiting and running.
-struct Work<S, H> {
-    processor: Arc<Processor<S, H>>,
-    schedule: Schedule<Delivery>,
-    /// One for each handler at a time. What runs without one only waits for the broker to take a copy.
-    places: Arc<Semaphore>,
-    running: JoinSet<(Slot, usize)>,
-    running_bytes: usize,
-    waiting_bytes: usize,
-    stopped: watch::Receiver<bool>,
-}
-
-impl<S, H> Work<S, H>
-where
-    S: InboxStore,
-    H: Handler<S::Connection>,
-{
-    /// Takes deliveries and starts handlers. Returns only with an error.
-    async fn run(&mut self, subscription: &mut dyn Subscription) -> Result<()> {
-        let places = self.places.clone();
-        loop {
-            self.start_ready();
-            let room = self.room();
-            tokio::select! {
-                Some(ended) = self.running.join_next() => self.finish(ended)?,
-                // Something ready found no place; one that is given up need not have ended.
-                _ = places.acquire(), if self.schedule.has_ready() => {}
-                received = subscription.receive(room.max(1)), if room > 0 => match received {
-                    Ok(deliveries) => self.take(deliveries),
-                    Err(error) if error.is_transient() => {
-                        warn!(consumer = self.processor.name, %error, "broker in trouble");
-                        tokio::time::sleep(RECEIVE_PAUSE).await;
-                    }
-                    Err(error) => return Err(error),
-                },
-            }
-        }
-    }
-
-    /// How many deliveries may still be taken.
-    fn room(&self) -> usize {
-        let config = &self.processor.config;
-        let held = self.schedule.len() + self.running.len();
-        if held > 0 && self.running_bytes + self.waiting_bytes >= config.in_flight_bytes_max {
-            return 0;
-        }
-        config.in_flight_max.saturating_sub(held)
-    }
-
-    fn take(&mut self, deliveries: Vec<Delivery>) {
-        for delivery in deliveries {
-            self.waiting_bytes += delivery.incoming.message.bytes();
-            self.schedule
-                .push(delivery.incoming.message.key.clone(), delivery);
-        }
-    }
-
-    fn start_ready(&mut self) {
-        while let Ok(place) = self.places.clone().try_acquire_owned() {
-            let Some((slot, delivery)) = self.schedule.next() else {
-                return;
-            };
-            let bytes = delivery.incoming.message.bytes();
-            self.waiting_bytes -= bytes;
-            if !delivery.receipt.is_current() {
-                debug!(
-                    consumer = self.processor.name,
-                    "delivery went to another member"
-                );
-                self.schedule.finish(slot);
-                continue;
-            }
-            self.running_bytes += bytes;
-            let processor = self.processor.clone();
-            let stopped = self.stopped.clone();
-            self.running.spawn(async move {
-                processor.process(delivery, place, stopped).await;
-                (slot, bytes)
-            });
-        }
-    }
-
-    /// A task that panicked outside the handler is a fault of ours: better loud than a key that waits for ever.
-    fn finish(&mut self, ended: Result<(Slot, usize), tokio::task::JoinError>) -> Result<()> {
-        let (slot, bytes) = ended.map_err(|join| {
-            Error::new(
-                ErrorKind::Other,
-                "consume",
-                "a handling task ended by itself",
-            )
-            .with_source(join)
-        })?;
-        self.running_bytes -= bytes;
-        self.schedule.finish(slot);
-        Ok(())
-    }
-
-    /// Drops what waits and lets what runs end.
-    async fn drain(mut self) {
-        self.schedule = Schedule::new();
-        while self.running.join_next().await.is_some() {}
-    }
-}
-
 /// Deletes old inbox records in small bites, now and then, beside the work. Never returns.
-async fn clean_up<S: InboxStore, H>(processor: &Processor<S, H>) {
+async fn clean_up<S: InboxStore, F>(processor: &Processor<S, F>) {
     loop {
         let deleted = processor
+            .inbox
             .store
             .clean_up(
-                &processor.name,
+                &processor.inbox.consumer,
                 processor.config.inbox_retention,
                 CLEAN_UP_ROWS_MAX,
             )
@@ -359,7 +341,9 @@ async fn clean_up<S: InboxStore, H>(processor: &Processor<S, H>) {
         match deleted {
             Ok(rows) if rows >= CLEAN_UP_ROWS_MAX as u64 => continue,
             Ok(_) => {}
-            Err(error) => warn!(consumer = processor.name, %error, "inbox was not cleaned up"),
+            Err(error) => {
+                warn!(consumer = processor.inbox.consumer, %error, "inbox was not cleaned up")
+            }
         }
         processor.clock.sleep(CLEAN_UP_PAUSE).await;
     }

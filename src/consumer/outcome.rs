@@ -49,6 +49,9 @@ pub struct Failure {
 }
 
 impl Failure {
+    /// Class of a failure that ended the process.
+    pub(crate) const CRASH: &str = "crash";
+
     /// A failure described in words. Keep personal data out of it: it travels in `x-last-error`.
     pub fn new(text: impl Into<String>) -> Self {
         Self {
@@ -89,7 +92,15 @@ impl Failure {
         }
     }
 
-    /// `handler`, `panic` or `timeout`.
+    pub(crate) fn crash() -> Self {
+        Self {
+            class: Self::CRASH,
+            text: "the process ended while it handled this message alone".to_owned(),
+            source: None,
+        }
+    }
+
+    /// `handler`, `panic`, `timeout` or `crash`.
     #[must_use]
     pub fn class(&self) -> &'static str {
         self.class

@@ -1,26 +1,25 @@
-//! One delivery from arrival to settlement.
+//! What was picked together, from the first attempt to the settlement.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::sync::{OwnedSemaphorePermit, watch};
-use tracing::{debug, error, info, warn};
+use tracing::{debug, error, warn};
 
-use crate::backoff::{DelayPolicy, Jitter};
-use crate::broker::{Delivery, Publisher, Receipt, Settlement};
+use crate::backoff::{DelayPolicy, Delays, Jitter};
+use crate::broker::{Receipt, Settlement};
 use crate::clock::Clock;
-use crate::dlq::{DeadLetters, send_copy};
-use crate::envelope::{Incoming, Outgoing};
-use crate::error::Result;
-use crate::inbox::{Attempt, attempt};
-use crate::ladder::{Ask, Ladder, Step};
-use crate::store::InboxStore;
-use crate::story::{Origin, Reason, Story};
+use crate::error::Error;
+use crate::inbox::{Attempt, Ended, Inbox, Keyed};
+use crate::ladder::{Ask, Step};
+use crate::store::{InboxStore, Recorded};
 
-use super::config::{ConsumerConfig, MissingId};
-use super::handler::Handler;
+use super::config::ConsumerConfig;
+use super::copies::Copies;
+use super::form::Form;
+use super::job::{Homes, Job, Lot};
 use super::outcome::Failure;
 
 /// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
@@ -40,227 +39,303 @@ pub struct ConsumerCounts {
     pub retried: AtomicU64,
     /// Made a dead letter.
     pub dead: AtomicU64,
+    /// Found to have ended the process that handled them. They are among the retried or dead.
+    pub crashed: AtomicU64,
 }
 
-/// Everything that handling a delivery needs, shared by all tasks of a consumer.
-pub(super) struct Processor<S, H> {
-    pub(super) name: String,
+/// Everything that handling needs, shared by all tasks of a consumer.
+pub(super) struct Processor<S, F> {
+    pub(super) inbox: Inbox<S>,
+    pub(super) form: F,
     pub(super) homes: Homes,
+    pub(super) copies: Copies,
     pub(super) config: ConsumerConfig,
-    pub(super) ladder: Ladder,
-    pub(super) dead_letters: DeadLetters,
-    pub(super) publisher: Arc<dyn Publisher>,
-    pub(super) store: S,
-    pub(super) handler: H,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) counts: Arc<ConsumerCounts>,
 }
 
-impl<S, H> Processor<S, H>
+/// How work ended, for the schedule and the guard.
+#[derive(Default)]
+pub(super) struct Report {
+    /// To be handled again, each alone.
+    pub(super) returned: Vec<Job>,
+    /// Attempts that ended, and whether they failed.
+    pub(super) attempts: Vec<bool>,
+}
+
+/// What a task may do: occupy a handler, and go on until it is told to stop.
+pub(super) struct Leave {
+    /// Given up when only the broker is waited for.
+    pub(super) place: Option<OwnedSemaphorePermit>,
+    pub(super) stop: watch::Receiver<bool>,
+}
+
+/// What is known of a suspect before it is handled.
+enum Past {
+    Clean,
+    Crashed,
+    Duplicate,
+    Busy,
+    /// It is no longer ours, or the consumer stops.
+    Gone,
+}
+
+impl<S, F> Processor<S, F>
 where
     S: InboxStore,
-    H: Handler<S::Connection>,
+    F: Form<S>,
 {
-    /// Handles a delivery to its settlement. Returns without settling when it is no longer ours, or at a stop: then
-    /// it is delivered again.
-    ///
-    /// `place` is its right to occupy a handler. It is given up when only the broker is waited for.
-    pub(super) async fn process(
-        &self,
-        delivery: Delivery,
-        place: OwnedSemaphorePermit,
-        mut stop: watch::Receiver<bool>,
-    ) {
-        let Delivery {
-            incoming,
-            source,
-            coordinates,
-            receipt,
-            ..
-        } = delivery;
-        let Some((incoming, topic, origin)) = self.locate(incoming, &source, coordinates) else {
-            debug!(
-                consumer = self.name,
-                "copy on a shared rung belongs to another consumer"
-            );
-            return self.settle(receipt, Settlement::Acknowledge).await;
-        };
-        if incoming.id_missing && self.config.missing_id == MissingId::DeadLetter {
-            let failure = Failure::new("the message has no usable x-message-id");
-            let story = self.told(&incoming, &origin, &failure);
-            let step = Step::Bury {
-                story: story.dead(Reason::new(Reason::MISSING_ID)),
-            };
-            return self
-                .go_on(step, &topic, incoming, receipt, place, &mut stop)
-                .await;
+    /// Works to the settlement of each. Returns without settling what is no longer ours, and at a stop: then it is delivered
+    /// again.
+    pub(super) async fn process(&self, mut jobs: Vec<Job>, mut leave: Leave) -> Report {
+        match jobs.len() {
+            0 => Report::default(),
+            1 => match jobs.pop() {
+                Some(job) => self.one(job, &mut leave).await,
+                None => Report::default(),
+            },
+            _ => self.several(jobs, &mut leave).await,
         }
-        let mut reruns = 0;
-        let quick = DelayPolicy::exponential(Duration::from_millis(5)).with_jitter(Jitter::Full);
-        let mut quick = quick
-            .with_cap(Duration::from_millis(200))
-            .delays(fastrand::u64(..));
-        let mut patient = self.config.backoff.delays(fastrand::u64(..));
+    }
+
+    /// All in one transaction; if that does not work, they are to be handled each alone.
+    async fn several(&self, mut jobs: Vec<Job>, leave: &mut Leave) -> Report {
+        let mut pauses = Pauses::new(&self.config);
         loop {
-            if !receipt.is_current() {
-                return;
+            jobs.retain(|job| job.receipt.is_current());
+            let batch: Vec<&Keyed> = jobs.iter().map(|job| &job.message).collect();
+            if batch.is_empty() {
+                return Report::default();
             }
-            let timeout = self.config.handler_timeout;
-            let ended = attempt(&self.store, &self.name, &self.handler, timeout, &incoming).await;
-            let (failure, ask, pause) = match ended {
-                Attempt::Done | Attempt::Skipped => {
-                    return self.acknowledge(receipt, &self.counts.handled).await;
+            let pause = match self.form.run(&self.inbox, &batch).await {
+                Attempt::Settled(ended) => {
+                    let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
+                    let attempts = attempts.map(|_| false).collect();
+                    let settled = jobs.into_iter().zip(ended);
+                    let settled = settled
+                        .map(|(job, ended)| self.acknowledge(job.receipt, self.count(ended)));
+                    join_all(settled).await;
+                    return Report {
+                        attempts,
+                        ..Report::default()
+                    };
                 }
-                Attempt::Duplicate => {
-                    return self.acknowledge(receipt, &self.counts.duplicates).await;
+                Attempt::Rerun(failure) => self.quick(&mut pauses, &failure),
+                Attempt::Unavailable(error) => Some(self.patient(&mut pauses, &error)),
+                Attempt::Failed { .. } | Attempt::Busy | Attempt::Unrecorded(..) => None,
+            };
+            match pause {
+                Some(pause) if self.wait(pause, leave).await => return Report::default(),
+                Some(_) => {}
+                None => {
+                    return Report {
+                        returned: jobs,
+                        ..Report::default()
+                    };
                 }
-                Attempt::Busy => {
-                    let release = Settlement::Release { delay: BUSY_DELAY };
-                    return self.settle(receipt, release).await;
+            }
+        }
+    }
+
+    async fn one(&self, job: Job, leave: &mut Leave) -> Report {
+        let past = match job.lot {
+            Lot::Foreign => {
+                debug!(
+                    consumer = self.inbox.consumer,
+                    "copy on a shared rung belongs to another consumer"
+                );
+                self.settle(job.receipt, Settlement::Acknowledge).await;
+                return Report::default();
+            }
+            Lot::Unkeyed => {
+                let failure = Failure::new("the message has no usable id");
+                return self.fail(job, &failure, Ask::Never, leave).await;
+            }
+            Lot::Work => Past::Clean,
+            Lot::Suspect => self.past(&job, leave).await,
+        };
+        match past {
+            Past::Clean => self.attempts(job, leave).await,
+            Past::Crashed => {
+                self.counts.crashed.fetch_add(1, Ordering::Relaxed);
+                self.fail(job, &Failure::crash(), Ask::Next, leave).await
+            }
+            Past::Duplicate => {
+                self.acknowledge(job.receipt, &self.counts.duplicates).await;
+                Report::default()
+            }
+            Past::Busy => self.put_off(job).await,
+            Past::Gone => Report::default(),
+        }
+    }
+
+    async fn attempts(&self, job: Job, leave: &mut Leave) -> Report {
+        let mut pauses = Pauses::new(&self.config);
+        while job.receipt.is_current() {
+            let attempt = self.form.run(&self.inbox, &[&job.message]).await;
+            let (failure, ask) = match attempt {
+                Attempt::Settled(ended) => return self.succeed(job, ended.first(), leave).await,
+                Attempt::Unrecorded(ended, error) => {
+                    return self.record_late(job, ended, error, leave).await;
                 }
-                Attempt::Failed { failure, ask } => (failure, ask, None),
-                Attempt::Rerun(failure) => {
-                    reruns += 1;
-                    let pause = (reruns <= RERUNS_MAX).then(|| quick.next_delay());
-                    (failure, Ask::Next, pause)
-                }
+                Attempt::Busy => return self.put_off(job).await,
+                Attempt::Failed { failure, ask } => (failure, ask),
                 Attempt::Unavailable(error) => {
-                    warn!(consumer = self.name, %error, "database away; the message waits");
-                    if self.wait(patient.next_delay(), &mut stop).await {
-                        return;
+                    let pause = self.patient(&mut pauses, &error);
+                    if self.wait(pause, leave).await {
+                        break;
                     }
                     continue;
                 }
+                Attempt::Rerun(failure) => match self.quick(&mut pauses, &failure) {
+                    Some(pause) if self.wait(pause, leave).await => break,
+                    Some(_) => continue,
+                    None => (failure, Ask::Next),
+                },
             };
-            if let Some(pause) = pause {
-                debug!(consumer = self.name, reruns, "transaction is run again");
-                if self.wait(pause, &mut stop).await {
-                    return;
-                }
-                continue;
-            }
-            let story = self.told(&incoming, &origin, &failure);
-            let now = self.clock.now();
-            let step = self.ladder.step(&topic, &self.name, story, ask, now);
-            return self
-                .go_on(step, &topic, incoming, receipt, place, &mut stop)
-                .await;
+            return self.fail(job, &failure, ask, leave).await;
         }
+        Report::default()
     }
 
-    /// Whose and from where a message is: its story as far as it is ours, its source, and its origin. `None` for a copy
-    /// of another consumer on a rung that several share.
-    fn locate(
+    async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) -> Report {
+        let ended = *ended.unwrap_or(&Ended::Done);
+        if job.lot == Lot::Suspect {
+            self.forget(&job, leave).await;
+        }
+        self.acknowledge(job.receipt, self.count(ended)).await;
+        Report::attempt(ended != Ended::Duplicate, false)
+    }
+
+    /// The work is done, outside of any transaction: only the record of it is tried again.
+    async fn record_late(
         &self,
-        mut incoming: Incoming,
-        source: &str,
-        place: Origin,
-    ) -> Option<(Incoming, String, Origin)> {
-        let ours = incoming.story.consumer.as_deref() == Some(&*self.name);
-        let home = self
-            .homes
-            .home(source, incoming.story.origin.as_ref().filter(|_| ours));
-        let topic = home.to_owned();
-        if !self.homes.is_source(source) {
-            if !ours && incoming.story.consumer.is_some() {
-                return None;
+        job: Job,
+        ended: Ended,
+        mut error: Error,
+        leave: &mut Leave,
+    ) -> Report {
+        let mut pauses = Pauses::new(&self.config);
+        while job.receipt.is_current() {
+            let pause = self.patient(&mut pauses, &error);
+            if self.wait(pause, leave).await {
+                break;
             }
-            // For a copy that had no room to say where it came from.
-            let origin = Origin {
-                topic: topic.clone(),
-                partition: None,
-                offset: None,
-            };
-            return Some((incoming, topic, origin));
+            match self.inbox.remember(&job.message.key).await {
+                Ok(()) => return self.succeed(job, Some(&ended), leave).await,
+                Err(again) => error = again,
+            }
         }
-        if !ours {
-            // What another consumer failed at, or a sender made up, is no attempt of ours.
-            incoming.story = Story {
-                redrive_count: incoming.story.redrive_count,
-                ..Story::default()
-            };
-        }
-        Some((incoming, topic, place))
+        Report::default()
     }
 
-    /// The story with this failure in it.
-    fn told(&self, incoming: &Incoming, origin: &Origin, failure: &Failure) -> Story {
-        incoming.story.failed(
-            &self.name,
-            origin,
-            failure.class(),
-            &failure.to_string(),
-            self.clock.now(),
-        )
-    }
-
-    /// Puts the copy where the step says, and only after its confirm acknowledges the original. While the copy is
-    /// not confirmed nothing is acknowledged, and the message's key waits.
-    async fn go_on(
-        &self,
-        step: Step,
-        topic: &str,
-        incoming: Incoming,
-        receipt: Box<dyn Receipt>,
-        place: OwnedSemaphorePermit,
-        stop: &mut watch::Receiver<bool>,
-    ) {
-        let mut place = Some(place);
+    /// Puts the copy where the ladder says, and only after its confirm acknowledges the original. While the copy is not
+    /// confirmed nothing is acknowledged, and the message's key waits.
+    async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) -> Report {
+        let report = Report::attempt(true, true);
+        let step = self.copies.step(&job, failure, ask);
+        // Before the copy can be seen: there, an old start would look like another crash.
+        if job.lot == Lot::Suspect && !self.forget(&job, leave).await {
+            return report;
+        }
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
-        let count = match step {
-            Step::Climb { .. } => &self.counts.retried,
-            Step::Bury { .. } => &self.counts.dead,
-        };
-        while receipt.is_current() {
-            match self.take(&step, topic, &incoming).await {
+        while job.receipt.is_current() {
+            match self.copies.put(&step, &job).await {
                 Ok(()) => {
-                    self.tell(&step, &incoming);
-                    return self.acknowledge(receipt, count).await;
+                    self.copies.tell(&step, &job);
+                    let count = match step {
+                        Step::Climb { .. } => &self.counts.retried,
+                        Step::Bury { .. } => &self.counts.dead,
+                    };
+                    self.acknowledge(job.receipt, count).await;
+                    break;
                 }
                 Err(error) => error!(
-                    consumer = self.name, id = %incoming.message.id, %error,
+                    consumer = self.inbox.consumer, id = %job.message.incoming.message.id, %error,
                     "copy of a failed message is not confirmed; the message stays and is tried again"
                 ),
             }
             // Messages whose copies nobody takes must not keep the handlers from those that need none.
-            drop(place.take());
-            if self.wait(patient.next_delay(), stop).await {
-                return;
+            drop(leave.place.take());
+            if self.wait(patient.next_delay(), leave).await {
+                break;
             }
         }
+        report
     }
 
-    /// Failures are never silent: what an operator sees without metrics.
-    fn tell(&self, step: &Step, incoming: &Incoming) {
-        let message = &incoming.message;
-        let (Step::Climb { story, .. } | Step::Bury { story }) = step;
-        let error = story.last_error.as_deref().unwrap_or_default();
-        match step {
-            Step::Climb { destination, .. } => info!(
-                consumer = self.name, id = %message.id, event_type = message.event_type, attempt = story.retry_count,
-                rung = destination, error, "attempt failed; the message waits"
-            ),
-            Step::Bury { .. } => warn!(
-                consumer = self.name, id = %message.id, event_type = message.event_type, attempts = story.retry_count,
-                reason = story.reason.as_ref().map(Reason::as_str), error, "message is a dead letter"
-            ),
+    async fn put_off(&self, job: Job) -> Report {
+        let release = Settlement::Release { delay: BUSY_DELAY };
+        self.settle(job.receipt, release).await;
+        Report::default()
+    }
+
+    // ---- Suspects
+
+    /// Notes that the work begins, and tells whether an earlier start never came to its end.
+    async fn past(&self, job: &Job, leave: &mut Leave) -> Past {
+        let mut pauses = Pauses::new(&self.config);
+        while job.receipt.is_current() {
+            match self.look_back(job).await {
+                Ok(past) => return past,
+                Err(error) => {
+                    let pause = self.patient(&mut pauses, &error);
+                    if self.wait(pause, leave).await {
+                        break;
+                    }
+                }
+            }
         }
+        Past::Gone
     }
 
-    async fn take(&self, step: &Step, topic: &str, incoming: &Incoming) -> Result<()> {
-        let copy = |story: &Story| Outgoing {
-            message: incoming.message.clone(),
-            story: story.clone(),
-        };
-        match step {
-            Step::Climb { destination, story } => {
-                send_copy(&*self.publisher, destination.clone(), copy(story)).await
+    async fn look_back(&self, job: &Job) -> Result<Past, Error> {
+        let Inbox {
+            store, consumer, ..
+        } = &self.inbox;
+        let key = &*job.message.key;
+        // Whoever works on it holds its key: it is alive, and its start no sign of a crash.
+        let mut transaction = store.begin().await?;
+        let recorded = store.record(&mut transaction, consumer, &[key]).await;
+        let rolled_back = store.rollback(transaction).await;
+        match recorded {
+            Err(error) if error.kind() == crate::ErrorKind::Busy => return Ok(Past::Busy),
+            Err(error) => return Err(error),
+            Ok(recorded) if recorded.first() == Some(&Recorded::Duplicate) => {
+                return Ok(Past::Duplicate);
             }
-            Step::Bury { story } => {
-                self.dead_letters
-                    .bury(&*self.publisher, topic, &self.name, copy(story))
-                    .await
+            Ok(_) => rolled_back?,
+        }
+        let crashed = store.note_start(consumer, key).await? > 0;
+        Ok(if crashed { Past::Crashed } else { Past::Clean })
+    }
+
+    /// Forgets that the work began; whether it did before the consumer had to stop.
+    async fn forget(&self, job: &Job, leave: &mut Leave) -> bool {
+        let Inbox {
+            store, consumer, ..
+        } = &self.inbox;
+        let mut pauses = Pauses::new(&self.config);
+        while job.receipt.is_current() {
+            match store.forget_starts(consumer, &job.message.key).await {
+                Ok(()) => return true,
+                Err(error) => {
+                    let pause = self.patient(&mut pauses, &error);
+                    if self.wait(pause, leave).await {
+                        break;
+                    }
+                }
             }
+        }
+        false
+    }
+
+    // ---- Settlements and pauses
+
+    fn count(&self, ended: Ended) -> &AtomicU64 {
+        match ended {
+            Ended::Done | Ended::Skipped => &self.counts.handled,
+            Ended::Duplicate => &self.counts.duplicates,
         }
     }
 
@@ -272,64 +347,59 @@ where
     async fn settle(&self, receipt: Box<dyn Receipt>, settlement: Settlement) {
         if let Err(error) = receipt.settle(settlement).await {
             // The effect is durable; at worst the message comes again and the inbox suppresses it.
-            warn!(consumer = self.name, %error, "settlement did not reach the broker");
+            warn!(consumer = self.inbox.consumer, %error, "settlement did not reach the broker");
         }
+    }
+
+    /// The pause before the transaction is run again; `None` when that was often enough.
+    fn quick(&self, pauses: &mut Pauses, failure: &Failure) -> Option<Duration> {
+        pauses.reruns += 1;
+        let pause = (pauses.reruns <= RERUNS_MAX).then(|| pauses.quick.next_delay());
+        if pause.is_some() {
+            debug!(consumer = self.inbox.consumer, reruns = pauses.reruns, %failure, "transaction is run again");
+        }
+        pause
+    }
+
+    fn patient(&self, pauses: &mut Pauses, error: &Error) -> Duration {
+        warn!(consumer = self.inbox.consumer, %error, "database away; the message waits");
+        pauses.patient.next_delay()
     }
 
     /// Waits; `true` when the consumer is told to stop meanwhile.
-    async fn wait(&self, pause: Duration, stop: &mut watch::Receiver<bool>) -> bool {
+    async fn wait(&self, pause: Duration, leave: &mut Leave) -> bool {
         tokio::select! {
             () = self.clock.sleep(pause) => false,
-            _ = stop.wait_for(|stop| *stop) => true,
+            _ = leave.stop.wait_for(|stop| *stop) => true,
         }
     }
 }
 
-/// Which source a message belongs to. Rungs and dead letters are named after it, so it is told by the place of receipt:
-/// a name from a header would lead to a destination that nobody made.
-#[derive(Debug)]
-pub(super) struct Homes {
-    sources: Vec<String>,
-    /// The first source of each rung; several sources may share one.
-    rungs: HashMap<String, String>,
-}
-
-impl Homes {
-    pub(super) fn new(sources: &[String], ladder: &Ladder, consumer: &str) -> Self {
-        let mut rungs = HashMap::new();
-        for source in sources {
-            for rung in ladder.rungs_of(source, consumer) {
-                rungs
-                    .entry(rung.destination)
-                    .or_insert_with(|| source.clone());
-            }
-        }
+impl Report {
+    fn attempt(was_one: bool, failed: bool) -> Self {
         Self {
-            sources: sources.to_vec(),
-            rungs,
+            attempts: if was_one { vec![failed] } else { Vec::new() },
+            ..Self::default()
         }
     }
+}
 
-    fn is_source(&self, name: &str) -> bool {
-        self.sources.iter().any(|source| source == name)
-    }
+/// How long to wait before a transaction is run again, and while the database is away.
+struct Pauses {
+    reruns: u32,
+    quick: Delays,
+    patient: Delays,
+}
 
-    /// The source of what came through `source`, which may be a rung. A copy of ours tells where it first came from; that
-    /// counts as far as it is one of our sources, and decides where several share a rung.
-    fn home<'a>(&'a self, source: &'a str, origin: Option<&'a Origin>) -> &'a str {
-        let told = origin
-            .into_iter()
-            .flat_map(|origin| [Some(&origin.topic), origin.partition.as_ref()])
-            .flatten()
-            .find(|name| self.is_source(name));
-        told.map_or_else(
-            || {
-                self.rungs
-                    .get(source)
-                    .filter(|_| !self.is_source(source))
-                    .map_or(source, String::as_str)
-            },
-            String::as_str,
-        )
+impl Pauses {
+    fn new(config: &ConsumerConfig) -> Self {
+        let quick = DelayPolicy::exponential(Duration::from_millis(5))
+            .with_jitter(Jitter::Full)
+            .with_cap(Duration::from_millis(200));
+        Self {
+            reruns: 0,
+            quick: quick.delays(fastrand::u64(..)),
+            patient: config.backoff.delays(fastrand::u64(..)),
+        }
     }
 }

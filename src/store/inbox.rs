@@ -1,11 +1,11 @@
-//! The inbox contract: the message id, recorded in the transaction of the work.
+//! The inbox contract: the key of a message, recorded in the transaction of the work.
 
+use std::collections::HashSet;
 use std::error::Error as StdError;
 use std::future::Future;
 use std::time::Duration;
 
 use crate::error::{ErrorKind, Result};
-use crate::message::MessageId;
 
 /// Whether a message is new to a consumer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +14,22 @@ pub enum Recorded {
     First,
     /// A committed transaction has dealt with it.
     Duplicate,
+}
+
+impl Recorded {
+    /// [`First`](Self::First) if so.
+    #[must_use]
+    pub const fn first(is_new: bool) -> Self {
+        if is_new { Self::First } else { Self::Duplicate }
+    }
+
+    /// For each key whether it is among the `new` ones, and was not before in `keys`.
+    #[must_use]
+    pub fn among(keys: &[&str], new: &[String]) -> Vec<Self> {
+        let mut new: HashSet<&str> = new.iter().map(String::as_str).collect();
+        let taken = keys.iter().map(|key| new.remove(key));
+        taken.map(Self::first).collect()
+    }
 }
 
 /// Transactions with an inbox in them, over the consumer's database.
@@ -44,20 +60,33 @@ pub trait InboxStore: Send + Sync + 'static {
     /// The connection inside the transaction.
     fn connection(transaction: &mut Self::Transaction) -> &mut Self::Connection;
 
-    /// Records the id for the consumer, or finds it recorded.
+    /// Records the keys for the consumer, or finds them recorded: an answer each, in their order. A key that stands twice
+    /// is a duplicate the second time. A key is what the consumer's rule makes of a message, by default its id: 1 to 255
+    /// bytes without NUL.
     ///
-    /// While another open transaction holds the same id it waits, at most the store's configured time.
+    /// While another open transaction holds one of them it waits, at most the store's configured time. Keys are inserted in
+    /// one order, so that two batches with the same keys never wait for each other.
     ///
     /// # Errors
-    /// [`Busy`](crate::ErrorKind::Busy) when that wait ran out: the message is still in work elsewhere.
+    /// [`Busy`](crate::ErrorKind::Busy) when that wait ran out: a message is still in work elsewhere.
     fn record(
         &self,
         transaction: &mut Self::Transaction,
         consumer: &str,
-        id: &MessageId,
-    ) -> impl Future<Output = Result<Recorded>> + Send;
+        keys: &[&str],
+    ) -> impl Future<Output = Result<Vec<Recorded>>> + Send;
 
-    /// Commits. After an error the effect may or may not be there; recording the id again tells.
+    /// Whether the key is recorded, in a committed transaction; waits for nobody.
+    fn is_recorded(&self, consumer: &str, key: &str) -> impl Future<Output = Result<bool>> + Send;
+
+    /// Takes durable note, in a transaction of its own, that work on a message begins which may end its process. Returns how
+    /// many earlier starts of it were never [forgotten](Self::forget_starts): the work of those did not come to an end.
+    fn note_start(&self, consumer: &str, key: &str) -> impl Future<Output = Result<u32>> + Send;
+
+    /// Forgets the starts of a message: its work came to an end, whichever.
+    fn forget_starts(&self, consumer: &str, key: &str) -> impl Future<Output = Result<()>> + Send;
+
+    /// Commits. After an error the effect may or may not be there; recording the keys again tells.
     ///
     /// Not cancel safe: run it to its end.
     fn commit(&self, transaction: Self::Transaction) -> impl Future<Output = Result<()>> + Send;
@@ -71,8 +100,8 @@ pub trait InboxStore: Send + Sync + 'static {
     /// there is none. Decided by code, never by text.
     fn kind_of(&self, error: &(dyn StdError + 'static)) -> Option<ErrorKind>;
 
-    /// Deletes up to `rows_max` of the consumer's records at least `age` old, in its own transaction, and returns how
-    /// many. Other consumers may have to remember theirs longer.
+    /// Deletes up to `rows_max` of the consumer's records, and as many of its starts, at least `age` old, each in a
+    /// transaction of its own, and returns how many records. Other consumers may have to remember theirs longer.
     fn clean_up(
         &self,
         consumer: &str,

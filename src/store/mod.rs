@@ -12,6 +12,7 @@ mod dead_letter;
 mod header_codec;
 mod inbox;
 mod names;
+mod no_inbox;
 mod outbox;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
@@ -25,6 +26,7 @@ pub use aside::{Ahead, AsideState, Place, SetAside, Table};
 pub use dead_letter::{DeadLetter, DeadLetterStore};
 pub use inbox::{InboxStore, Recorded};
 pub use names::Prefix;
+pub use no_inbox::NoInbox;
 pub use outbox::{
     Due, Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
     PendingMessage, Settled, SettlementBatch, Standing, Verdict,

@@ -5,7 +5,6 @@ use std::process::{Command, Stdio};
 use std::slice::from_ref;
 use std::time::Duration;
 
-use relaybox::MessageId;
 use relaybox::broker::RejectionScope;
 use relaybox::relay::Relay;
 use relaybox::store::postgres::PostgresStore;
@@ -90,7 +89,7 @@ async fn a_dump_in_a_server_with_lower_transaction_ids_is_relayed_as_any_other()
     enqueue_numbers(&store, 0..3).await;
     drained(&store).await;
     relay.stop().await;
-    let handled = MessageId::new("m-1");
+    let handled = ["m-1"];
     let mut transaction = store.begin().await.unwrap();
     store.record(&mut transaction, "c", &handled).await.unwrap();
     store.commit(transaction).await.unwrap();
@@ -123,7 +122,7 @@ async fn a_dump_in_a_server_with_lower_transaction_ids_is_relayed_as_any_other()
 
     let mut transaction = store.begin().await.unwrap();
     let recorded = store.record(&mut transaction, "c", &handled).await.unwrap();
-    assert_eq!(recorded, Recorded::Duplicate);
+    assert_eq!(recorded, [Recorded::Duplicate]);
     store.rollback(transaction).await.unwrap();
     let all = AsideFilter::all();
     assert_eq!(store.requeue(&all, Mode::Apply).await.unwrap(), 1);

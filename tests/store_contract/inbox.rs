@@ -7,7 +7,7 @@ use std::time::Duration;
 use relaybox::envelope::Outgoing;
 use relaybox::store::{DeadLetterStore, InboxStore, OutboxStore, Recorded};
 use relaybox::story::{Origin, Reason, Story};
-use relaybox::{ErrorKind, Message, MessageId};
+use relaybox::{ErrorKind, Message};
 use time::macros::datetime;
 
 use super::*;
@@ -15,7 +15,7 @@ use super::*;
 pub async fn an_id_is_new_once_per_consumer<H: Harness>() {
     let h = H::start().await;
     let store = h.store();
-    let id = MessageId::new("m-1");
+    let keys = ["m-1"];
     for (consumer, expected) in [
         ("billing", Recorded::First),
         ("billing", Recorded::Duplicate),
@@ -23,29 +23,32 @@ pub async fn an_id_is_new_once_per_consumer<H: Harness>() {
         ("Billing", Recorded::First),
     ] {
         let mut transaction = store.begin().await.unwrap();
-        let recorded = store.record(&mut transaction, consumer, &id).await.unwrap();
-        assert_eq!(recorded, expected, "{consumer}");
+        let recorded = store
+            .record(&mut transaction, consumer, &keys)
+            .await
+            .unwrap();
+        assert_eq!(recorded, [expected], "{consumer}");
         store.commit(transaction).await.unwrap();
     }
     let mut transaction = store.begin().await.unwrap();
-    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
+    let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+    assert_eq!(recorded, [Recorded::First]);
     store.rollback(transaction).await.unwrap();
     let mut transaction = store.begin().await.unwrap();
-    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
+    let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+    assert_eq!(recorded, [Recorded::First]);
 }
 
 pub async fn a_concurrent_duplicate_waits_for_the_end_of_the_first<H: Harness>() {
     let h = H::start().await;
     let store = h.store();
-    let id = MessageId::new("m-1");
+    let keys = ["m-1"];
     for (commits, expected) in [(false, Recorded::First), (true, Recorded::Duplicate)] {
         let mut first = store.begin().await.unwrap();
-        store.record(&mut first, "c", &id).await.unwrap();
+        store.record(&mut first, "c", &keys).await.unwrap();
         let second = async {
             let mut second = store.begin().await.unwrap();
-            let recorded = store.record(&mut second, "c", &id).await.unwrap();
+            let recorded = store.record(&mut second, "c", &keys).await.unwrap();
             store.rollback(second).await.unwrap();
             recorded
         };
@@ -58,19 +61,19 @@ pub async fn a_concurrent_duplicate_waits_for_the_end_of_the_first<H: Harness>()
             }
         };
         let (recorded, ()) = tokio::join!(second, end);
-        assert_eq!(recorded, expected);
+        assert_eq!(recorded, [expected]);
     }
 }
 
 pub async fn the_wait_for_a_concurrent_duplicate_is_bounded<H: Harness>() {
     let h = H::start().await;
     let store = h.impatient().await;
-    let id = MessageId::new("m-1");
+    let keys = ["m-1"];
     let mut first = store.begin().await.unwrap();
-    store.record(&mut first, "c", &id).await.unwrap();
+    store.record(&mut first, "c", &keys).await.unwrap();
     let second = async {
         let mut second = store.begin().await?;
-        store.record(&mut second, "c", &id).await
+        store.record(&mut second, "c", &keys).await
     };
     let error = second.await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error:?}");
@@ -83,9 +86,9 @@ pub async fn a_dropped_transaction_leaves_nothing_behind<H: Harness>() {
     let store = h.single().await;
     for _ in 0..3 {
         let mut transaction = store.begin().await.unwrap();
-        let id = MessageId::new("m-1");
-        let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-        assert_eq!(recorded, Recorded::First);
+        let keys = ["m-1"];
+        let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+        assert_eq!(recorded, [Recorded::First]);
         let connection = H::Store::connection(&mut transaction);
         assert!(H::execute(connection, "INSERT INTO work (id) VALUES (1)").await);
         drop(transaction);
@@ -143,10 +146,7 @@ pub async fn a_transaction_ended_inside_is_never_reported_as_committed<H: Harnes
     let h = H::start().await;
     let store = h.single().await;
     let mut transaction = store.begin().await.unwrap();
-    store
-        .record(&mut transaction, "c", &MessageId::new("m-1"))
-        .await
-        .unwrap();
+    store.record(&mut transaction, "c", &["m-1"]).await.unwrap();
     let connection = H::Store::connection(&mut transaction);
     assert!(H::execute(connection, "ROLLBACK").await);
     let error = store.commit(transaction).await.unwrap_err();
@@ -161,25 +161,93 @@ pub async fn clean_up_deletes_old_records_in_bounded_steps<H: Harness>() {
     let store = h.store();
     let mut transaction = store.begin().await.unwrap();
     for n in 0..25 {
-        let id = MessageId::new(n.to_string());
-        store.record(&mut transaction, "c", &id).await.unwrap();
+        let key = n.to_string();
+        store.record(&mut transaction, "c", &[&key]).await.unwrap();
     }
     // Another one on the same table may have to remember longer.
-    let other = MessageId::new("0");
+    let other = ["0"];
     store.record(&mut transaction, "d", &other).await.unwrap();
     store.commit(transaction).await.unwrap();
+    for consumer in ["c", "d"] {
+        store.note_start(consumer, "m-1").await.unwrap();
+    }
     assert_eq!(store.clean_up("c", MINUTE, 10).await.unwrap(), 0);
+    assert_eq!(store.note_start("c", "m-1").await.unwrap(), 1);
     for deleted in [10, 10, 5, 0] {
         assert_eq!(
             store.clean_up("c", Duration::ZERO, 10).await.unwrap(),
             deleted
         );
     }
+    assert_eq!(
+        store.note_start("c", "m-1").await.unwrap(),
+        0,
+        "it went too"
+    );
     assert_eq!(store.clean_up("d", Duration::MAX, 10).await.unwrap(), 0);
+    assert_eq!(store.note_start("d", "m-1").await.unwrap(), 1);
     let mut transaction = store.begin().await.unwrap();
     let found = store.record(&mut transaction, "d", &other).await.unwrap();
-    assert_eq!(found, Recorded::Duplicate);
+    assert_eq!(found, [Recorded::Duplicate]);
     store.rollback(transaction).await.unwrap();
+}
+
+pub async fn each_key_of_a_batch_is_new_once<H: Harness>() {
+    use Recorded::{Duplicate, First};
+    let h = H::start().await;
+    let store = h.store();
+    for (keys, expected) in [
+        (
+            &["b", "a", "b", "\"c\\"][..],
+            &[First, First, Duplicate, First][..],
+        ),
+        (&["d", "a"], &[First, Duplicate]),
+        (&["d"], &[Duplicate]),
+        (&[], &[]),
+        (&["a", "d"], &[Duplicate, Duplicate]),
+    ] {
+        let mut transaction = store.begin().await.unwrap();
+        let recorded = store.record(&mut transaction, "c", keys).await.unwrap();
+        assert_eq!(recorded, expected, "{keys:?}");
+        store.commit(transaction).await.unwrap();
+    }
+    assert!(store.is_recorded("c", "\"c\\").await.unwrap());
+    assert!(!store.is_recorded("d", "a").await.unwrap());
+    assert!(!store.is_recorded("c", "e").await.unwrap());
+}
+
+pub async fn batches_with_the_same_keys_in_any_order_never_block_each_other_for_good<H: Harness>() {
+    let h = H::start().await;
+    let names: Vec<String> = (0..50).map(|n| format!("m-{n:02}")).collect();
+    let there: Vec<&str> = names.iter().map(String::as_str).collect();
+    let back: Vec<&str> = there.iter().rev().copied().collect();
+    for round in 0..10 {
+        let consumer = &*format!("c-{round}");
+        let record = async |keys: &[&str]| {
+            let store = h.store();
+            let mut transaction = store.begin().await.unwrap();
+            let recorded = store.record(&mut transaction, consumer, keys).await;
+            let recorded = recorded.unwrap();
+            store.commit(transaction).await.unwrap();
+            recorded.iter().filter(|r| **r == Recorded::First).count()
+        };
+        let (one, other) = tokio::join!(record(&there), record(&back));
+        assert_eq!(one + other, 50, "{one} {other}");
+    }
+}
+
+pub async fn starts_count_until_they_are_forgotten<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    for earlier in 0..3 {
+        assert_eq!(store.note_start("c", "m-1").await.unwrap(), earlier);
+    }
+    assert_eq!(store.note_start("c", "m-2").await.unwrap(), 0);
+    assert_eq!(store.note_start("d", "m-1").await.unwrap(), 0);
+    store.forget_starts("c", "m-1").await.unwrap();
+    store.forget_starts("c", "m-1").await.unwrap();
+    assert_eq!(store.note_start("c", "m-1").await.unwrap(), 0);
+    assert_eq!(store.note_start("d", "m-1").await.unwrap(), 1);
 }
 
 // Dead letters

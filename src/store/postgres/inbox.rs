@@ -9,7 +9,6 @@ use sqlx::{PgConnection, Postgres};
 
 use super::{ACQUIRE_TIMEOUT, PostgresStore, STATEMENT_TIMEOUT, bounded, error, micros, sql};
 use crate::error::{Error, ErrorKind, Result};
-use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded, StoreTransaction};
 
 impl InboxStore for PostgresStore {
@@ -52,28 +51,66 @@ impl InboxStore for PostgresStore {
         &self,
         transaction: &mut Self::Transaction,
         consumer: &str,
-        id: &MessageId,
-    ) -> Result<Recorded> {
+        keys: &[&str],
+    ) -> Result<Vec<Recorded>> {
         // 0 would mean to wait for ever.
         let lock_wait = self.lock_wait.as_millis().clamp(1, i32::MAX as u128);
-        let query = sqlx::query_as(self.sql.record.clone())
-            .bind(consumer)
-            .bind(id.as_str())
-            .bind(format!("{lock_wait}ms"));
+        let lock_wait = format!("{lock_wait}ms");
         let wait = STATEMENT_TIMEOUT.saturating_add(self.lock_wait);
-        let (recorded, _): (i64, String) = self
-            .answered("record", wait, async {
-                query
-                    .fetch_one(transaction.connection())
-                    .await
-                    .map_err(|e| error::of_statement("record", e))
-            })
-            .await?;
-        Ok(if recorded == 1 {
-            Recorded::First
-        } else {
-            Recorded::Duplicate
+        let connection = transaction.connection();
+        let recorded = async {
+            match keys {
+                [key] => {
+                    let query = sqlx::query_as(self.sql.record.clone());
+                    let query = query.bind(consumer).bind(key).bind(lock_wait);
+                    let (new, _): (i64, String) = query.fetch_one(connection).await?;
+                    Ok(vec![Recorded::first(new == 1)])
+                }
+                keys => {
+                    let query = sqlx::query_as(self.sql.record_all.clone());
+                    let query = query.bind(consumer).bind(keys).bind(lock_wait);
+                    let (new, _): (Vec<String>, String) = query.fetch_one(connection).await?;
+                    Ok(Recorded::among(keys, &new))
+                }
+            }
+        };
+        let of_statement = |e| error::of_statement("record", e);
+        self.answered("record", wait, async {
+            recorded.await.map_err(of_statement)
         })
+        .await
+    }
+
+    async fn is_recorded(&self, consumer: &str, key: &str) -> Result<bool> {
+        let query = sqlx::query_scalar(self.sql.is_recorded.clone())
+            .bind(consumer.to_owned())
+            .bind(key.to_owned());
+        bounded(&self.pool, "ask the inbox", STATEMENT_TIMEOUT, |c| {
+            query.fetch_one(c).boxed()
+        })
+        .await
+    }
+
+    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
+        let query = sqlx::query_scalar(self.sql.note_start.clone())
+            .bind(consumer.to_owned())
+            .bind(key.to_owned());
+        let earlier: i32 = bounded(&self.pool, "note start", STATEMENT_TIMEOUT, |c| {
+            query.fetch_one(c).boxed()
+        })
+        .await?;
+        Ok(u32::try_from(earlier).unwrap_or(0))
+    }
+
+    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
+        let query = sqlx::query(self.sql.forget_starts.clone())
+            .bind(consumer.to_owned())
+            .bind(key.to_owned());
+        bounded(&self.pool, "forget starts", STATEMENT_TIMEOUT, |c| {
+            query.execute(c).boxed()
+        })
+        .await?;
+        Ok(())
     }
 
     async fn commit(&self, mut transaction: Self::Transaction) -> Result<()> {
@@ -101,15 +138,18 @@ impl InboxStore for PostgresStore {
     }
 
     async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
-        let query = sqlx::query(self.sql.clean_up.clone())
-            .bind(micros(age))
-            .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
-            .bind(consumer);
-        let deleted = bounded(&self.pool, "clean up inbox", STATEMENT_TIMEOUT, |c| {
-            query.execute(c).boxed()
-        })
-        .await?;
-        Ok(deleted.rows_affected())
+        let mut deleted = 0;
+        for statement in [&self.sql.clean_up_starts, &self.sql.clean_up] {
+            let query = sqlx::query(statement.clone())
+                .bind(micros(age))
+                .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+                .bind(consumer);
+            let done = bounded(&self.pool, "clean up inbox", STATEMENT_TIMEOUT, |c| {
+                query.execute(c).boxed()
+            });
+            deleted = done.await?.rows_affected();
+        }
+        Ok(deleted)
     }
 }
 

@@ -76,6 +76,11 @@ pub(super) struct Sql {
     pub check_outbox: SqlStr,
     pub check_inbox: SqlStr,
     pub record: SqlStr,
+    pub record_all: SqlStr,
+    pub is_recorded: SqlStr,
+    pub note_start: SqlStr,
+    pub forget_starts: SqlStr,
+    pub clean_up_starts: SqlStr,
     pub clean_up: SqlStr,
     pub put: SqlStr,
     pub list: SqlStr,
@@ -310,9 +315,10 @@ impl Sql {
             )),
             check_inbox: safe(format!(
                 "SELECT current_setting('server_encoding') \
-                 FROM (SELECT count(*) FROM (SELECT 1 FROM {t}inbox LIMIT 1) one) all_there"
+                 FROM (SELECT count(*) FROM (SELECT 1 FROM {t}inbox LIMIT 1) one) all_there \
+                 WHERE '{t}inbox_start'::regclass IS NOT NULL"
             )),
-            // One round trip: bounds the wait for another transaction's id, inserts, and puts the bound back, so that
+            // One round trip: bounds the wait for another transaction's key, inserts, and puts the bound back, so that
             // the handler's statements keep the session's own.
             record: safe(format!(
                 "WITH bound AS MATERIALIZED ( \
@@ -323,6 +329,39 @@ impl Sql {
                     ON CONFLICT DO NOTHING RETURNING 1) \
                  SELECT count(*), set_config('lock_timeout', (SELECT before FROM bound), true) \
                  FROM recorded"
+            )),
+            // The same for several. Sorted, and by bytes whatever the database's collation, so that two batches with the same
+            // keys meet at the first of them and never wait for each other.
+            record_all: safe(format!(
+                "WITH bound AS MATERIALIZED ( \
+                    SELECT current_setting('lock_timeout') AS before, \
+                        set_config('lock_timeout', $3, true) AS now), \
+                 recorded AS ( \
+                    INSERT INTO {t}inbox (consumer, message_id) \
+                    SELECT $1, k.key FROM bound, (SELECT DISTINCT u.key COLLATE \"C\" AS key FROM unnest($2::text[]) u(key) \
+                        ORDER BY 1) k ON CONFLICT DO NOTHING RETURNING message_id) \
+                 SELECT coalesce(array_agg(message_id), '{{}}'), \
+                    set_config('lock_timeout', (SELECT before FROM bound), true) \
+                 FROM recorded"
+            )),
+            is_recorded: safe(format!(
+                "SELECT EXISTS (SELECT 1 FROM {t}inbox WHERE consumer = $1 AND message_id = $2)"
+            )),
+            note_start: safe(format!(
+                "INSERT INTO {t}inbox_start AS s (consumer, message_id, starts) VALUES ($1, $2, 1) \
+                 ON CONFLICT (consumer, message_id) DO UPDATE \
+                    SET starts = s.starts + 1, started_at = clock_timestamp() \
+                 RETURNING starts - 1"
+            )),
+            forget_starts: safe(format!(
+                "DELETE FROM {t}inbox_start WHERE consumer = $1 AND message_id = $2"
+            )),
+            clean_up_starts: safe(format!(
+                "DELETE FROM {t}inbox_start WHERE ctid = ANY (ARRAY( \
+                    SELECT ctid FROM {t}inbox_start \
+                    WHERE consumer = $3 \
+                        AND started_at <= clock_timestamp() - $1::bigint * interval '1 microsecond' \
+                    ORDER BY started_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
             )),
             clean_up: safe(format!(
                 "DELETE FROM {t}inbox WHERE ctid = ANY (ARRAY( \

@@ -5,9 +5,8 @@ use std::time::Duration;
 
 use sqlx::{Sqlite, SqliteConnection};
 
-use super::{SqliteStore, error, micros};
+use super::{SqliteStore, error, json, micros};
 use crate::error::{ErrorKind, Result};
-use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded, StoreTransaction};
 
 impl InboxStore for SqliteStore {
@@ -45,19 +44,53 @@ impl InboxStore for SqliteStore {
         &self,
         transaction: &mut Self::Transaction,
         consumer: &str,
-        id: &MessageId,
-    ) -> Result<Recorded> {
-        let inserted = sqlx::query(self.sql.record.clone())
+        keys: &[&str],
+    ) -> Result<Vec<Recorded>> {
+        let connection = transaction.connection();
+        let recorded = match keys {
+            [key] => {
+                let query = sqlx::query(self.sql.record.clone());
+                let inserted = query.bind(consumer).bind(key).execute(connection).await;
+                inserted.map(|inserted| vec![Recorded::first(inserted.rows_affected() == 1)])
+            }
+            keys => {
+                let query = sqlx::query_scalar(self.sql.record_all.clone());
+                let query = query.bind(consumer);
+                let list = json(keys.iter().map(|key| (*key).into()));
+                let inserted: Result<Vec<String>, _> = query.bind(list).fetch_all(connection).await;
+                inserted.map(|new| Recorded::among(keys, &new))
+            }
+        };
+        recorded.map_err(|e| error::of_statement("record", e))
+    }
+
+    async fn is_recorded(&self, consumer: &str, key: &str) -> Result<bool> {
+        sqlx::query_scalar(self.sql.is_recorded.clone())
             .bind(consumer)
-            .bind(id.as_str())
-            .execute(transaction.connection())
+            .bind(key)
+            .fetch_one(&self.pool)
             .await
-            .map_err(|e| error::of_statement("record", e))?;
-        Ok(if inserted.rows_affected() == 1 {
-            Recorded::First
-        } else {
-            Recorded::Duplicate
-        })
+            .map_err(self.pool_error("ask the inbox"))
+    }
+
+    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
+        let earlier: i64 = sqlx::query_scalar(self.sql.note_start.clone())
+            .bind(consumer)
+            .bind(key)
+            .fetch_one(&self.pool)
+            .await
+            .map_err(self.pool_error("note start"))?;
+        Ok(u32::try_from(earlier).unwrap_or(0))
+    }
+
+    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
+        sqlx::query(self.sql.forget_starts.clone())
+            .bind(consumer)
+            .bind(key)
+            .execute(&self.pool)
+            .await
+            .map_err(self.pool_error("forget starts"))?;
+        Ok(())
     }
 
     async fn commit(&self, transaction: Self::Transaction) -> Result<()> {
@@ -75,13 +108,17 @@ impl InboxStore for SqliteStore {
     }
 
     async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
-        let deleted = sqlx::query(self.sql.clean_up.clone())
-            .bind(micros(age))
-            .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
-            .bind(consumer)
-            .execute(&self.pool)
-            .await
-            .map_err(self.pool_error("clean up inbox"))?;
-        Ok(deleted.rows_affected())
+        let mut deleted = 0;
+        for statement in [&self.sql.clean_up_starts, &self.sql.clean_up] {
+            let done = sqlx::query(statement.clone())
+                .bind(micros(age))
+                .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+                .bind(consumer)
+                .execute(&self.pool)
+                .await
+                .map_err(self.pool_error("clean up inbox"))?;
+            deleted = done.rows_affected();
+        }
+        Ok(deleted)
     }
 }

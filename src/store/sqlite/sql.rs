@@ -58,6 +58,11 @@ pub(super) struct Sql {
     pub clean_up_history: SqlStr,
     pub published: SqlStr,
     pub record: SqlStr,
+    pub record_all: SqlStr,
+    pub is_recorded: SqlStr,
+    pub note_start: SqlStr,
+    pub forget_starts: SqlStr,
+    pub clean_up_starts: SqlStr,
     pub clean_up: SqlStr,
     pub put: SqlStr,
     pub list: SqlStr,
@@ -254,9 +259,32 @@ impl Sql {
                     (SELECT count(*) FROM (SELECT xx.paused, xx.rate_max FROM {t}outbox_destination xx LIMIT 1)), \
                     (SELECT count(*) FROM (SELECT xx.id, xx.expires_at FROM {t}relay xx LIMIT 1))"
             )),
-            check_inbox: safe(format!("SELECT 1 FROM {t}inbox LIMIT 1")),
+            check_inbox: safe(format!(
+                "SELECT 1 FROM {t}inbox UNION ALL SELECT 1 FROM {t}inbox_start LIMIT 1"
+            )),
             record: safe(format!(
                 "INSERT INTO {t}inbox (consumer, message_id) VALUES (?1, ?2) ON CONFLICT DO NOTHING"
+            )),
+            record_all: safe(format!(
+                "INSERT INTO {t}inbox (consumer, message_id) SELECT ?1, value FROM json_each(?2) WHERE true \
+                 ON CONFLICT DO NOTHING RETURNING message_id"
+            )),
+            is_recorded: safe(format!(
+                "SELECT EXISTS (SELECT 1 FROM {t}inbox WHERE consumer = ?1 AND message_id = ?2)"
+            )),
+            note_start: safe(format!(
+                "INSERT INTO {t}inbox_start (consumer, message_id, starts) VALUES (?1, ?2, 1) \
+                 ON CONFLICT (consumer, message_id) DO UPDATE SET starts = starts + 1, started_at = {NOW} \
+                 RETURNING starts - 1"
+            )),
+            forget_starts: safe(format!(
+                "DELETE FROM {t}inbox_start WHERE consumer = ?1 AND message_id = ?2"
+            )),
+            clean_up_starts: safe(format!(
+                "DELETE FROM {t}inbox_start WHERE (consumer, message_id) IN ( \
+                    SELECT consumer, message_id FROM {t}inbox_start \
+                    WHERE consumer = ?3 AND started_at <= {NOW} - ?1 \
+                    ORDER BY started_at LIMIT ?2)"
             )),
             clean_up: safe(format!(
                 "DELETE FROM {t}inbox WHERE (consumer, message_id) IN ( \

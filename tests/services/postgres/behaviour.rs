@@ -9,7 +9,7 @@ use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{
     DeadLetterStore, Enqueue, InboxStore, OutboxStore, Prefix, Recorded, SettlementBatch, Verdict,
 };
-use relaybox::{ErrorKind, Message, MessageId};
+use relaybox::{ErrorKind, Message};
 use sqlx::postgres::{PgConnectOptions, PgPool};
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
@@ -79,8 +79,8 @@ async fn an_aborted_transaction_is_never_reported_as_committed() {
     let h = Postgres::start().await;
     let store = h.single().await;
     let mut transaction = store.begin().await.unwrap();
-    let id = MessageId::new("m-1");
-    store.record(&mut transaction, "c", &id).await.unwrap();
+    let keys = ["m-1"];
+    store.record(&mut transaction, "c", &keys).await.unwrap();
     let connection = PostgresStore::connection(&mut transaction);
     let insert = "INSERT INTO work (id) VALUES (1)";
     assert!(Postgres::execute(connection, insert).await);
@@ -91,8 +91,8 @@ async fn an_aborted_transaction_is_never_reported_as_committed() {
     assert!(error.to_string().contains("25P02"), "{error}");
     assert_eq!(h.number("SELECT count(*) FROM work").await, 0);
     let mut transaction = store.begin().await.unwrap();
-    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
+    let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+    assert_eq!(recorded, [Recorded::First]);
 }
 
 #[tokio::test]
@@ -103,9 +103,9 @@ async fn a_handler_keeps_the_lock_timeout_of_its_session() {
     let store = PostgresStore::new(pool.await.unwrap());
     let mut transaction = store.begin().await.unwrap();
     for expected in [Recorded::First, Recorded::Duplicate] {
-        let id = MessageId::new("m-1");
-        let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-        assert_eq!(recorded, expected);
+        let keys = ["m-1"];
+        let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+        assert_eq!(recorded, [expected]);
         let connection = PostgresStore::connection(&mut transaction);
         let timeout: String = sqlx::query_scalar("SELECT current_setting('lock_timeout')")
             .fetch_one(connection)
@@ -119,15 +119,18 @@ async fn a_handler_keeps_the_lock_timeout_of_its_session() {
 async fn a_conflict_of_snapshots_asks_to_run_again() {
     let h = Postgres::start().await;
     let store = h.store();
-    let id = MessageId::new("m-1");
+    let keys = ["m-1"];
     let mut transaction = store.begin().await.unwrap();
     let connection = PostgresStore::connection(&mut transaction);
     let level = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; SELECT FROM work";
     assert!(Postgres::execute(connection, level).await);
     let mut other = store.begin().await.unwrap();
-    store.record(&mut other, "c", &id).await.unwrap();
+    store.record(&mut other, "c", &keys).await.unwrap();
     store.commit(other).await.unwrap();
-    let error = store.record(&mut transaction, "c", &id).await.unwrap_err();
+    let error = store
+        .record(&mut transaction, "c", &keys)
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Conflict);
 }
 

@@ -3,12 +3,12 @@
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
+use relaybox::ErrorKind;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{
     AsideState, DeadLetterStore, Enqueue, InboxStore, OutboxStore, Recorded, SettlementBatch,
     Verdict,
 };
-use relaybox::{ErrorKind, MessageId};
 use relaybox_testcontainers::PostgresOptions;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Executor};
@@ -66,10 +66,7 @@ async fn lost_connections_are_transient_errors_and_then_it_works_again() {
     let mut reader = store.reader();
     reader.fetch(&request(&leases)).await.unwrap();
     let mut transaction = store.begin().await.unwrap();
-    store
-        .record(&mut transaction, "c", &MessageId::new("m-1"))
-        .await
-        .unwrap();
+    store.record(&mut transaction, "c", &["m-1"]).await.unwrap();
     h.terminate_others().await;
     let error = store.commit(transaction).await.unwrap_err();
     assert!(error.is_transient(), "{error:?}");
@@ -110,8 +107,8 @@ async fn a_killed_or_silent_server_is_a_transient_error_and_then_it_works_again(
     OutboxStore::check(&store).await.unwrap();
 
     let mut transaction = store.begin().await.unwrap();
-    let id = MessageId::new("m-1");
-    store.record(&mut transaction, "c", &id).await.unwrap();
+    let keys = ["m-1"];
+    store.record(&mut transaction, "c", &keys).await.unwrap();
     server.kill().await.unwrap();
     let error = store.commit(transaction).await.unwrap_err();
     assert!(error.is_transient(), "{error:?}");
@@ -126,8 +123,8 @@ async fn a_killed_or_silent_server_is_a_transient_error_and_then_it_works_again(
     };
     assert_eq!(page.rows.len(), 1);
     let mut transaction = store.begin().await.unwrap();
-    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
+    let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+    assert_eq!(recorded, [Recorded::First]);
 }
 
 #[tokio::test]
@@ -141,7 +138,7 @@ async fn a_silent_server_ends_no_transaction_of_the_inbox_and_holds_none_for_eve
     store.migrate().await.unwrap();
     let (committing, undoing) = (store.begin().await.unwrap(), store.begin().await.unwrap());
     let mut recording = store.begin().await.unwrap();
-    let id = MessageId::new("m-1");
+    let keys = ["m-1"];
 
     server.stop().await.unwrap();
     // Timers pass at once from here on, while nothing else happens.
@@ -149,7 +146,7 @@ async fn a_silent_server_ends_no_transaction_of_the_inbox_and_holds_none_for_eve
     let (committed, undone, recorded, begun) = tokio::join!(
         store.commit(committing),
         store.rollback(undoing),
-        store.record(&mut recording, "c", &id),
+        store.record(&mut recording, "c", &keys),
         store.begin(),
     );
     let errors = [
@@ -165,8 +162,8 @@ async fn a_silent_server_ends_no_transaction_of_the_inbox_and_holds_none_for_eve
     tokio::time::resume();
     server.cont().await.unwrap();
     let mut transaction = store.begin().await.unwrap();
-    let recorded = store.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
+    let recorded = store.record(&mut transaction, "c", &keys).await.unwrap();
+    assert_eq!(recorded, [Recorded::First]);
     store.commit(transaction).await.unwrap();
 }
 
@@ -325,8 +322,8 @@ async fn the_documented_rights_are_enough() {
     let consumer = consumer.await;
     InboxStore::check(&consumer).await.unwrap();
     let mut transaction = consumer.begin().await.unwrap();
-    let id = MessageId::new("m-1");
-    consumer.record(&mut transaction, "c", &id).await.unwrap();
+    let keys = ["m-1"];
+    consumer.record(&mut transaction, "c", &keys).await.unwrap();
     consumer.commit(transaction).await.unwrap();
     assert_eq!(consumer.clean_up("c", Duration::ZERO, 10).await.unwrap(), 1);
     let letter = relaybox::envelope::Outgoing::from(keyed("k", "1"));

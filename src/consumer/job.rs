@@ -1,0 +1,227 @@
+//! A delivery made ready for work: whose it is, which source it belongs to, and what the inbox knows it by. Pure.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use crate::broker::{Delivery, Receipt};
+use crate::envelope::{Incoming, is_usable_id};
+use crate::inbox::Keyed;
+use crate::ladder::Ladder;
+use crate::story::{Origin, Story};
+
+use super::config::MissingId;
+use super::outcome::Failure;
+use super::schedule::{Company, Slot};
+
+/// What the inbox remembers a message by.
+#[derive(Clone, Default)]
+pub enum InboxKey {
+    /// Its id (the default): the same for every copy.
+    #[default]
+    MessageId,
+    /// What a function makes of it, for example the number of the payment that it asks for: so two messages that a sender
+    /// made for one and the same thing have one effect. `None`, blank or more than 255 bytes: [`MissingId`] decides.
+    Business(BusinessKey),
+}
+
+/// See [`InboxKey::Business`].
+pub type BusinessKey = Arc<dyn Fn(&Incoming) -> Option<String> + Send + Sync>;
+
+impl InboxKey {
+    /// What this function makes of a message.
+    pub fn business(key: impl Fn(&Incoming) -> Option<String> + Send + Sync + 'static) -> Self {
+        Self::Business(Arc::new(key))
+    }
+
+    /// The key. A function that panics has made none.
+    fn of(&self, incoming: &Incoming) -> Option<String> {
+        match self {
+            Self::MessageId => {
+                (!incoming.id_missing).then(|| incoming.message.id.as_str().to_owned())
+            }
+            Self::Business(key) => catch_unwind(AssertUnwindSafe(|| key(incoming)))
+                .ok()
+                .flatten()
+                .filter(|key| is_usable_id(key)),
+        }
+    }
+}
+
+impl fmt::Debug for InboxKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::MessageId => "MessageId",
+            Self::Business(_) => "Business",
+        })
+    }
+}
+
+/// A delivery, ready for work.
+pub(super) struct Job {
+    pub(super) message: Keyed,
+    /// The source that it belongs to.
+    pub(super) topic: String,
+    /// Where it first came from, if its story does not say.
+    pub(super) origin: Origin,
+    pub(super) lot: Lot,
+    pub(super) receipt: Box<dyn Receipt>,
+}
+
+/// What is to be done with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lot {
+    /// Handle it.
+    Work,
+    /// Handle it and keep book of that: it may have ended a process.
+    Suspect,
+    /// A copy of another consumer, on a rung that several share.
+    Foreign,
+    /// The inbox could not remember it.
+    Unkeyed,
+}
+
+impl Job {
+    /// Takes a delivery of `consumer`.
+    pub(super) fn of(
+        delivery: Delivery,
+        consumer: &str,
+        homes: &Homes,
+        key: &InboxKey,
+        missing: MissingId,
+    ) -> Self {
+        let Delivery {
+            mut incoming,
+            source,
+            coordinates,
+            redelivered,
+            receipt,
+        } = delivery;
+        let ours = incoming.story.consumer.as_deref() == Some(consumer);
+        let home = homes.home(&source, incoming.story.origin.as_ref().filter(|_| ours));
+        let topic = home.to_owned();
+        let on_rung = !homes.is_source(&source);
+        let mut lot = Lot::Work;
+        let origin = if on_rung {
+            if !ours && incoming.story.consumer.is_some() {
+                lot = Lot::Foreign;
+            }
+            // For a copy that had no room to say where it came from.
+            Origin {
+                topic: topic.clone(),
+                partition: None,
+                offset: None,
+            }
+        } else {
+            coordinates
+        };
+        if !ours && !on_rung {
+            // What another consumer failed at, or a sender made up, is no attempt of ours.
+            incoming.story = Story {
+                redrive_count: incoming.story.redrive_count,
+                ..Story::default()
+            };
+        }
+        let key = key.of(&incoming).or_else(|| {
+            (missing == MissingId::BrokerCoordinates).then(|| {
+                incoming
+                    .story
+                    .origin
+                    .as_ref()
+                    .unwrap_or(&origin)
+                    .to_string()
+            })
+        });
+        if lot == Lot::Work {
+            lot = match key {
+                None => Lot::Unkeyed,
+                Some(_) if redelivered || ended_its_process(&incoming.story) => Lot::Suspect,
+                Some(_) => Lot::Work,
+            };
+        }
+        Self {
+            message: Keyed {
+                incoming,
+                key: key.unwrap_or_default(),
+            },
+            topic,
+            origin,
+            lot,
+            receipt,
+        }
+    }
+
+    pub(super) const fn company(&self) -> Company {
+        match self.lot {
+            Lot::Work => Company::Batch,
+            Lot::Suspect => Company::Isolated,
+            Lot::Foreign | Lot::Unkeyed => Company::Alone,
+        }
+    }
+
+    /// Its key, one of which is in work at a time.
+    pub(super) fn slot(&self) -> Slot {
+        self.message.incoming.message.key.clone()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.message.incoming.message.bytes()
+    }
+}
+
+fn ended_its_process(story: &Story) -> bool {
+    let error = story.last_error.as_deref().unwrap_or_default();
+    error
+        .strip_prefix(Failure::CRASH)
+        .is_some_and(|text| text.starts_with(':'))
+}
+
+/// Which source a message belongs to. Rungs and dead letters are named after it, so it is told by the place of receipt:
+/// a name from a header would lead to a destination that nobody made.
+#[derive(Debug)]
+pub(super) struct Homes {
+    sources: Vec<String>,
+    /// The first source of each rung; several sources may share one.
+    rungs: HashMap<String, String>,
+}
+
+impl Homes {
+    pub(super) fn new(sources: &[String], ladder: &Ladder, consumer: &str) -> Self {
+        let mut rungs = HashMap::new();
+        for source in sources {
+            for rung in ladder.rungs_of(source, consumer) {
+                rungs
+                    .entry(rung.destination)
+                    .or_insert_with(|| source.clone());
+            }
+        }
+        Self {
+            sources: sources.to_vec(),
+            rungs,
+        }
+    }
+
+    fn is_source(&self, name: &str) -> bool {
+        self.sources.iter().any(|source| source == name)
+    }
+
+    /// The source of what came through `source`, which may be a rung. A copy of ours tells where it first came from; that
+    /// counts as far as it is one of our sources, and decides where several share a rung.
+    fn home<'a>(&'a self, source: &'a str, origin: Option<&'a Origin>) -> &'a str {
+        let told = origin
+            .into_iter()
+            .flat_map(|origin| [Some(&origin.topic), origin.partition.as_ref()])
+            .flatten()
+            .find(|name| self.is_source(name));
+        told.map_or_else(
+            || {
+                self.rungs
+                    .get(source)
+                    .filter(|_| !self.is_source(source))
+                    .map_or(source, String::as_str)
+            },
+            String::as_str,
+        )
+    }
+}

@@ -1,0 +1,231 @@
+//! Deliveries in hand: taken from the subscription, started as the schedule allows, ended.
+
+use std::sync::Arc;
+
+use futures_util::future::{BoxFuture, FutureExt, pending};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::task::{JoinError, JoinSet};
+use tracing::{debug, info, warn};
+
+use crate::broker::{Delivery, Subscription};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::InboxStore;
+
+use super::RECEIVE_PAUSE;
+use super::form::Form;
+use super::guard::{Gate, Watch};
+use super::job::Job;
+use super::process::{Leave, Processor, Report};
+use super::schedule::{Company, Picked, Schedule, Slot};
+
+/// Deliveries waiting and running.
+pub(super) struct Work<S, F> {
+    processor: Arc<Processor<S, F>>,
+    schedule: Schedule<Job>,
+    /// One for each handler at a time, all for what must be isolated. What runs without one only waits for the broker to take
+    /// a copy.
+    places: Arc<Semaphore>,
+    running: JoinSet<Finished>,
+    /// Deliveries and their bytes in running tasks.
+    running_count: usize,
+    running_bytes: usize,
+    waiting_bytes: usize,
+    guard: Watch,
+    pause: BoxFuture<'static, ()>,
+    stopped: watch::Receiver<bool>,
+}
+
+/// What a task brings back.
+struct Finished {
+    slots: Vec<Slot>,
+    count: usize,
+    bytes: usize,
+    probe: bool,
+    report: Report,
+}
+
+impl<S, F> Work<S, F>
+where
+    S: InboxStore,
+    F: Form<S>,
+{
+    pub(super) fn new(processor: Arc<Processor<S, F>>, stopped: watch::Receiver<bool>) -> Self {
+        Self {
+            places: Arc::new(Semaphore::new(processor.config.concurrency)),
+            schedule: Schedule::new(),
+            running: JoinSet::new(),
+            running_count: 0,
+            running_bytes: 0,
+            waiting_bytes: 0,
+            guard: Watch::new(processor.config.failure_guard.clone()),
+            pause: pending().boxed(),
+            stopped,
+            processor,
+        }
+    }
+
+    /// Takes deliveries and starts handlers. Returns only with an error.
+    pub(super) async fn run(&mut self, subscription: &mut dyn Subscription) -> Result<()> {
+        let places = self.places.clone();
+        loop {
+            self.start_ready();
+            let room = self.room();
+            let (places_wanted, gate) = (self.places_wanted(), self.guard.gate());
+            let may_start = self.may_start();
+            tokio::select! {
+                Some(ended) = self.running.join_next() => self.finish(ended)?,
+                // Something ready found no place; one that is given up need not have ended.
+                _ = places.acquire_many(places_wanted), if may_start => {}
+                () = &mut self.pause, if gate == Gate::Paused => self.guard.resume(),
+                received = subscription.receive(room.max(1)), if room > 0 => match received {
+                    Ok(deliveries) => self.take(deliveries),
+                    Err(error) if error.is_transient() => {
+                        warn!(consumer = self.name(), %error, "broker in trouble");
+                        tokio::time::sleep(RECEIVE_PAUSE).await;
+                    }
+                    Err(error) => return Err(error),
+                },
+            }
+        }
+    }
+
+    fn name(&self) -> &str {
+        &self.processor.inbox.consumer
+    }
+
+    /// How many deliveries may still be taken.
+    fn room(&self) -> usize {
+        let config = &self.processor.config;
+        let held = self.schedule.len() + self.running_count;
+        if held > 0 && self.running_bytes + self.waiting_bytes >= config.in_flight_bytes_max {
+            return 0;
+        }
+        config.in_flight_max.saturating_sub(held)
+    }
+
+    fn take(&mut self, deliveries: Vec<Delivery>) {
+        let Processor {
+            inbox,
+            homes,
+            config,
+            ..
+        } = &*self.processor;
+        for delivery in deliveries {
+            let job = Job::of(
+                delivery,
+                &inbox.consumer,
+                homes,
+                &config.inbox_key,
+                config.missing_id,
+            );
+            self.waiting_bytes += job.bytes();
+            self.schedule.push(job.slot(), job.company(), job);
+        }
+    }
+
+    fn may_start(&self) -> bool {
+        self.schedule.has_ready() && matches!(self.guard.gate(), Gate::Open | Gate::Probe)
+    }
+
+    fn places_wanted(&self) -> u32 {
+        let isolated = self.schedule.next_company() == Some(Company::Isolated);
+        let places = if isolated {
+            self.processor.config.concurrency
+        } else {
+            1
+        };
+        u32::try_from(places).unwrap_or(u32::MAX)
+    }
+
+    fn start_ready(&mut self) {
+        while self.may_start() {
+            let places = self.places.clone();
+            let Ok(place) = places.try_acquire_many_owned(self.places_wanted()) else {
+                return;
+            };
+            let probe = self.guard.started();
+            let count_max = if probe {
+                1
+            } else {
+                self.processor.form.batch_max()
+            };
+            if let Some(picked) = self.schedule.next(count_max) {
+                self.start(picked, probe, place);
+            }
+        }
+    }
+
+    fn start(&mut self, picked: Picked<Job>, probe: bool, place: OwnedSemaphorePermit) {
+        let Picked { slots, items } = picked;
+        self.waiting_bytes -= items.iter().map(Job::bytes).sum::<usize>();
+        let (items, gone): (Vec<_>, Vec<_>) =
+            (items.into_iter()).partition(|job| job.receipt.is_current());
+        if !gone.is_empty() {
+            debug!(
+                consumer = self.name(),
+                count = gone.len(),
+                "deliveries went to another member"
+            );
+        }
+        if items.is_empty() {
+            self.guard.finished(probe);
+            self.schedule.finish(slots, Vec::new());
+            return;
+        }
+        let (count, bytes) = (items.len(), items.iter().map(Job::bytes).sum());
+        self.running_count += count;
+        self.running_bytes += bytes;
+        let processor = self.processor.clone();
+        let leave = Leave {
+            place: Some(place),
+            stop: self.stopped.clone(),
+        };
+        self.running.spawn(async move {
+            let report = processor.process(items, leave).await;
+            Finished {
+                slots,
+                count,
+                bytes,
+                probe,
+                report,
+            }
+        });
+    }
+
+    /// A task that panicked outside the handler is a fault of ours: better loud than a key that waits for ever.
+    fn finish(&mut self, ended: Result<Finished, JoinError>) -> Result<()> {
+        let ended = ended.map_err(|join| {
+            let detail = "a handling task ended by itself";
+            Error::new(ErrorKind::Other, "consume", detail).with_source(join)
+        })?;
+        self.running_count -= ended.count;
+        self.running_bytes -= ended.bytes;
+        for failed in ended.report.attempts {
+            if let Some(pause) = self.guard.ended(ended.probe, failed) {
+                warn!(
+                    consumer = self.name(),
+                    ?pause,
+                    "most attempts fail; nothing is started until the pause is over, and then one message"
+                );
+                self.pause = self.processor.clock.sleep(pause);
+            } else if ended.probe && self.guard.gate() == Gate::Open {
+                info!(consumer = self.name(), "an attempt succeeded; all goes on");
+            }
+        }
+        self.guard.finished(ended.probe);
+        let returned = ended.report.returned.into_iter();
+        let returned = returned.map(|job| {
+            self.waiting_bytes += job.bytes();
+            (job.slot(), Company::Alone, job)
+        });
+        let returned = returned.collect();
+        self.schedule.finish(ended.slots, returned);
+        Ok(())
+    }
+
+    /// Drops what waits and lets what runs end.
+    pub(super) async fn drain(mut self) {
+        self.schedule = Schedule::new();
+        while self.running.join_next().await.is_some() {}
+    }
+}
