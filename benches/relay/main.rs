@@ -13,6 +13,7 @@
 //! | `drain` | a backlog to a publisher that costs nothing | a bare sqlx loop with the relay's own statements, and one with the simplest |
 //! | `kafka` | a backlog to Kafka | the client alone (in order, pipelined, idempotent, acks=all), and the relay everybody writes first |
 //! | `brokers` | publish to, consume from and relay to each of Kafka, RabbitMQ and JetStream | the client alone |
+//! | `consumer` | messages with an inbox and one UPDATE each, single and in batches, 1 and 8 at a time | the same by hand |
 //! | `enqueue` | a business transaction with an enqueue | the same transaction with a hand-written INSERT |
 //! | `steady` | commit to confirm at 1,000/s for `--steady-seconds` | the client alone |
 //! | `held` | 5,000/s for `--held-seconds` beside an old snapshot, then an open writer | its own first sixth |
@@ -33,6 +34,7 @@ mod backlog;
 mod brokers;
 mod checked;
 mod clients;
+mod consumer;
 mod cpu;
 mod depth;
 mod drain;
@@ -61,6 +63,7 @@ pub struct Size {
     /// To and from a broker.
     pub kafka_rows: u32,
     pub naive_rows: u32,
+    pub consumer_rows: u32,
     pub enqueue_pairs: usize,
     pub enqueue_transactions: u32,
     pub steady: Duration,
@@ -92,6 +95,7 @@ async fn main() {
             drain_rows: 5_000,
             kafka_rows: 2_000,
             naive_rows: 200,
+            consumer_rows: 500,
             enqueue_pairs: 2,
             enqueue_transactions: 50,
             steady: seconds("--steady-seconds", 3),
@@ -105,6 +109,7 @@ async fn main() {
             drain_rows: 200_000,
             kafka_rows: 100_000,
             naive_rows: 2_000,
+            consumer_rows: 20_000,
             enqueue_pairs: 20,
             enqueue_transactions: 500,
             steady: seconds("--steady-seconds", 60),
@@ -138,6 +143,9 @@ async fn main() {
             let product = Product::named(name).await;
             brokers::measure(&mut report, &backlog, &product, size).await;
         }
+    }
+    if wanted("consumer") {
+        consumer::measure(&mut report, &backlog, size).await;
     }
     if wanted("enqueue") {
         enqueue::measure(&mut report, &backlog, size).await;
