@@ -165,7 +165,10 @@ fn asked(outcome: Outcome) -> Result<Ended, (Failure, Ask)> {
         Outcome::Skip => Ok(Ended::Skipped),
         Outcome::Retry(failure) => Err((failure, Ask::Next)),
         Outcome::RetryAfter(delay, failure) => Err((failure, Ask::After(delay))),
-        Outcome::Permanent(failure) => Err((failure, Ask::Never)),
+        Outcome::Permanent(failure) => {
+            let ask = Ask::Never(failure.reason().cloned());
+            Err((failure, ask))
+        }
     }
 }
 

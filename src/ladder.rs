@@ -40,14 +40,14 @@ pub(crate) enum Step {
 }
 
 /// How a failed attempt asked to go on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Ask {
     /// The next rung.
     Next,
     /// The first rung that waits at least this long, else the longest.
     After(Duration),
-    /// No further attempt.
-    Never,
+    /// No further attempt; the reason, if the failure gave one.
+    Never(Option<Reason>),
 }
 
 impl Ladder {
@@ -143,8 +143,9 @@ impl Ladder {
     ) -> Step {
         let failures = usize::try_from(story.retry_count).unwrap_or(usize::MAX);
         let delay = match ask {
-            Ask::Never => {
-                let story = story.dead(Reason::new(Reason::PERMANENT));
+            Ask::Never(reason) => {
+                let reason = reason.unwrap_or_else(|| Reason::new(Reason::PERMANENT));
+                let story = story.dead(reason);
                 return Step::Bury { story };
             }
             // The number of attempts is the same whatever delays were asked for.
@@ -241,7 +242,7 @@ mod tests {
             Some("orders.billing.retry.10m")
         );
         assert_eq!(rung(4, Ask::Next), None);
-        assert_eq!(rung(1, Ask::Never), None);
+        assert_eq!(rung(1, Ask::Never(None)), None);
     }
 
     #[test]
@@ -276,10 +277,13 @@ mod tests {
             Some("retries-exhausted")
         );
         assert_eq!(story.due_at, None);
-        let Step::Bury { story } = ladder().step("t", "c", failed(1), Ask::Never, NOW) else {
-            unreachable!()
-        };
-        assert_eq!(story.reason.as_ref().map(Reason::as_str), Some("permanent"));
+        for (told, reason) in [(None, "permanent"), (Some("undecodable"), "undecodable")] {
+            let ask = Ask::Never(told.map(Reason::new));
+            let Step::Bury { story } = ladder().step("t", "c", failed(1), ask, NOW) else {
+                unreachable!()
+            };
+            assert_eq!(story.reason.as_ref().map(Reason::as_str), Some(reason));
+        }
     }
 
     #[test]

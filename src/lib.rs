@@ -72,6 +72,7 @@
 // Vocabulary
 pub mod backoff;
 pub mod clock;
+pub mod codec;
 pub mod envelope;
 mod error;
 #[cfg(any(feature = "rabbitmq", feature = "nats"))]
@@ -99,7 +100,8 @@ pub mod conformance;
 #[cfg(feature = "testing")]
 pub mod testing;
 
-pub use consumer::{Consumer, Failure, Outcome, handler_fn};
+pub use codec::Json;
+pub use consumer::{Consumer, Failure, Outcome, handler_fn, typed_fn};
 pub use dlq::DeadLetters;
 pub use envelope::Incoming;
 pub use error::{Error, ErrorKind, Result, Violation};

@@ -8,6 +8,7 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use crate::clock::{to_micros, to_rfc3339};
+use crate::codec::unfit;
 use crate::error::{Error, ErrorKind, Result};
 use crate::headers::{Headers, is_reserved};
 
@@ -184,12 +185,8 @@ impl Message {
             ));
         };
         serde_json::from_slice(payload).map_err(|e| {
-            Error::new(
-                ErrorKind::Corrupt,
-                "decode",
-                "payload is not the JSON expected",
-            )
-            .with_source(e)
+            Error::new(ErrorKind::Corrupt, "decode", "payload is not as expected")
+                .with_source(unfit(&e))
         })
     }
 

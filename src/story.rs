@@ -43,6 +43,10 @@ impl Reason {
     pub const MISSING_ID: &str = "missing-id";
     /// The payload cannot be decoded.
     pub const UNDECODABLE: &str = "undecodable";
+    /// No handler is there for its event type.
+    pub const UNKNOWN_TYPE: &str = "unknown-type";
+    /// A version or an aggregate is needed, and it has none.
+    pub const UNVERSIONED: &str = "unversioned";
 
     /// A code of 1 to 64 of the characters `a-z`, `0-9` and `-`; others are replaced by `-`.
     #[must_use]

@@ -15,6 +15,7 @@ use source::File;
 const VOCABULARY: &[&str] = &[
     "backoff",
     "clock",
+    "codec",
     "envelope",
     "error",
     "event",

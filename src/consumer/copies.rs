@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::ladder::{Ask, Ladder, Step};
 use crate::story::{Reason, Story};
 
-use super::job::{Job, Lot};
+use super::job::Job;
 use super::outcome::Failure;
 
 /// Where copies go.
@@ -33,10 +33,6 @@ impl Copies {
         let story = incoming
             .story
             .failed(&self.consumer, &job.origin, failure.class(), &text, now);
-        if job.lot == Lot::Unkeyed {
-            let story = story.dead(Reason::new(Reason::MISSING_ID));
-            return Step::Bury { story };
-        }
         self.ladder
             .step(&job.topic, &self.consumer, story, ask, now)
     }

@@ -9,6 +9,7 @@ mod job;
 mod outcome;
 mod process;
 mod schedule;
+mod typed;
 mod work;
 
 use std::future::Future;
@@ -35,6 +36,7 @@ pub use handler::{
 pub use job::{BusinessKey, InboxKey};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
+pub use typed::{TypedFn, TypedFunction, typed_fn};
 
 use copies::Copies;
 use form::{Batches, Form, Outside, Single};

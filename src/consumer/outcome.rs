@@ -5,6 +5,8 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
+use crate::story::Reason;
+
 /// How a handler ended. Only `Done` and `Skip` commit.
 #[derive(Debug)]
 pub enum Outcome {
@@ -16,7 +18,7 @@ pub enum Outcome {
     Retry(Failure),
     /// It failed: roll back and try again on the first rung that waits at least this long.
     RetryAfter(Duration, Failure),
-    /// It can never work: roll back; the message becomes a dead letter at once.
+    /// It can never work: roll back; the message becomes a dead letter at once, for the failure's reason if it has one.
     Permanent(Failure),
 }
 
@@ -45,6 +47,7 @@ impl<E: Into<Failure>> From<Result<Outcome, E>> for Outcome {
 pub struct Failure {
     class: &'static str,
     text: String,
+    reason: Option<Reason>,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
@@ -57,6 +60,7 @@ impl Failure {
         Self {
             class: "handler",
             text: text.into(),
+            reason: None,
             source: None,
         }
     }
@@ -67,8 +71,23 @@ impl Failure {
         Self {
             class: "handler",
             text: with_sources(&*source),
+            reason: None,
             source: Some(source),
         }
+    }
+
+    /// A payload that cannot be read, with the reason [`Reason::UNDECODABLE`]: for handlers that decode it themselves.
+    /// Answer it by [`Outcome::Permanent`].
+    pub fn undecodable(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        Self::of(error).with_reason(Reason::new(Reason::UNDECODABLE))
+    }
+
+    /// Sets the reason that the dead letter gets if the outcome is [`Outcome::Permanent`] (default
+    /// [`Reason::PERMANENT`]). Others keep theirs: what was tried in vain is [`Reason::RETRIES_EXHAUSTED`].
+    #[must_use]
+    pub fn with_reason(mut self, reason: Reason) -> Self {
+        self.reason = Some(reason);
+        self
     }
 
     pub(crate) fn panic(payload: &(dyn Any + Send)) -> Self {
@@ -80,6 +99,7 @@ impl Failure {
         Self {
             class: "panic",
             text,
+            reason: None,
             source: None,
         }
     }
@@ -88,6 +108,7 @@ impl Failure {
         Self {
             class: "timeout",
             text: format!("the handler did not end within {limit:?}"),
+            reason: None,
             source: None,
         }
     }
@@ -96,6 +117,7 @@ impl Failure {
         Self {
             class: Self::CRASH,
             text: "the process ended while it handled this message alone".to_owned(),
+            reason: None,
             source: None,
         }
     }
@@ -104,6 +126,12 @@ impl Failure {
     #[must_use]
     pub fn class(&self) -> &'static str {
         self.class
+    }
+
+    /// Why the message is a dead letter, where it is one at once.
+    #[must_use]
+    pub fn reason(&self) -> Option<&Reason> {
+        self.reason.as_ref()
     }
 
     /// The error it was made from.

@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::inbox::{Attempt, Ended, Inbox, Keyed};
 use crate::ladder::{Ask, Step};
 use crate::store::{InboxStore, Recorded};
+use crate::story::Reason;
 
 use super::config::ConsumerConfig;
 use super::copies::Copies;
@@ -149,7 +150,8 @@ where
             }
             Lot::Unkeyed => {
                 let failure = Failure::new("the message has no usable id");
-                return self.fail(job, &failure, Ask::Never, leave).await;
+                let ask = Ask::Never(Some(Reason::new(Reason::MISSING_ID)));
+                return self.fail(job, &failure, ask, leave).await;
             }
             Lot::Work => Past::Clean,
             Lot::Suspect => self.past(&job, leave).await,

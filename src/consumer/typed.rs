@@ -1,0 +1,143 @@
+//! Handlers that take their payload as a type.
+
+use std::fmt;
+use std::future::Future;
+use std::marker::PhantomData;
+
+use crate::codec::Decode;
+use crate::envelope::Incoming;
+
+use super::handler::Handler;
+use super::outcome::{Failure, Outcome};
+
+/// A plain async function `f(&state, &mut connection, payload)` or `f(&state, &mut connection, payload, &incoming)` as a
+/// handler. The payload is of any type with [`Decode`]; what the function may return: see
+/// [`handler_fn`](super::handler_fn).
+///
+/// A payload that cannot be decoded never reaches the function and is never tried again: the message becomes a dead letter
+/// with reason [`undecodable`](crate::story::Reason::UNDECODABLE) and its bytes as they came. That includes a message
+/// without a payload, unless the type is an `Option`: then it is `None`.
+///
+/// ```
+/// use relaybox::Failure;
+/// use relaybox::codec::Json;
+/// use relaybox::consumer::{Outcome, typed_fn};
+///
+/// #[derive(serde::Deserialize)]
+/// struct OrderPlaced {
+///     cents: u32,
+/// }
+/// # struct App;
+/// # struct Connection;
+///
+/// async fn charge(_app: &App, _db: &mut Connection, Json(order): Json<OrderPlaced>) -> Outcome {
+///     if order.cents == 0 {
+///         return Outcome::Skip;
+///     }
+///     Outcome::Retry(Failure::new("the till is closed"))
+/// }
+///
+/// let handler = typed_fn(App, charge);
+/// # fn is_handler<C>(_: impl relaybox::consumer::Handler<C>) {}
+/// # is_handler::<Connection>(handler);
+/// ```
+pub fn typed_fn<S, A, F>(state: S, function: F) -> TypedFn<S, A, F> {
+    TypedFn {
+        state,
+        function,
+        arguments: PhantomData,
+    }
+}
+
+/// Made by [`typed_fn`]. `A` is found by the compiler.
+pub struct TypedFn<S, A, F> {
+    state: S,
+    function: F,
+    arguments: PhantomData<fn() -> A>,
+}
+
+impl<S: fmt::Debug, A, F> fmt::Debug for TypedFn<S, A, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TypedFn")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S: Clone, A, F: Clone> Clone for TypedFn<S, A, F> {
+    fn clone(&self) -> Self {
+        typed_fn(self.state.clone(), self.function.clone())
+    }
+}
+
+impl<S, A, C, F> Handler<C> for TypedFn<S, A, F>
+where
+    S: Send + Sync + 'static,
+    A: 'static,
+    C: Send,
+    F: for<'a> TypedFunction<'a, S, C, A> + Send + Sync + 'static,
+{
+    async fn handle(&self, connection: &mut C, incoming: &Incoming) -> Outcome {
+        match self.function.call(&self.state, connection, incoming) {
+            Ok(called) => called.await.into(),
+            Err(failure) => Outcome::Permanent(failure),
+        }
+    }
+}
+
+/// Async functions of the right shapes. Implemented for them all; never by hand.
+pub trait TypedFunction<'a, S, C, A> {
+    /// What the function returns.
+    type Output: Into<Outcome>;
+    /// Its future.
+    type Future: Future<Output = Self::Output> + Send + 'a;
+
+    /// Decodes the payload and calls the function.
+    ///
+    /// # Errors
+    /// When the payload cannot be decoded.
+    fn call(
+        &self,
+        state: &'a S,
+        connection: &'a mut C,
+        incoming: &'a Incoming,
+    ) -> Result<Self::Future, Failure>;
+}
+
+impl<'a, S, C, P, F, Fut> TypedFunction<'a, S, C, (P,)> for F
+where
+    S: 'a,
+    C: 'a,
+    P: Decode,
+    F: Fn(&'a S, &'a mut C, P) -> Fut,
+    Fut: Future + Send + 'a,
+    Fut::Output: Into<Outcome>,
+{
+    type Output = Fut::Output;
+    type Future = Fut;
+
+    fn call(&self, state: &'a S, db: &'a mut C, incoming: &'a Incoming) -> Result<Fut, Failure> {
+        Ok(self(state, db, decoded(incoming)?))
+    }
+}
+
+impl<'a, S, C, P, F, Fut> TypedFunction<'a, S, C, (P, Incoming)> for F
+where
+    S: 'a,
+    C: 'a,
+    P: Decode,
+    F: Fn(&'a S, &'a mut C, P, &'a Incoming) -> Fut,
+    Fut: Future + Send + 'a,
+    Fut::Output: Into<Outcome>,
+{
+    type Output = Fut::Output;
+    type Future = Fut;
+
+    fn call(&self, state: &'a S, db: &'a mut C, incoming: &'a Incoming) -> Result<Fut, Failure> {
+        Ok(self(state, db, decoded(incoming)?, incoming))
+    }
+}
+
+fn decoded<P: Decode>(incoming: &Incoming) -> Result<P, Failure> {
+    incoming.message.decode().map_err(Failure::undecodable)
+}
