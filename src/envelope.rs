@@ -115,6 +115,42 @@ pub struct Incoming {
     pub id_missing: bool,
 }
 
+impl Message {
+    /// Says which message led to this one: one that a handler enqueues, typically on its own connection, so that it exists
+    /// if and only if the handler's work does. It carries the id of `cause`, and its trace context unless it has one.
+    ///
+    /// ```
+    /// use relaybox::{Incoming, Message};
+    ///
+    /// let order = Incoming::from(Message::new("orders", "OrderPlaced").with_trace("00-aa-bb-01", None));
+    /// let payment = Message::new("payments", "PaymentTaken").caused_by(&order);
+    /// assert_eq!(payment.causation_id(), Some(order.message.id.as_str()));
+    /// assert_eq!(payment.trace, order.message.trace);
+    /// ```
+    #[must_use]
+    pub fn caused_by(mut self, cause: &Incoming) -> Self {
+        if self.trace.is_none() {
+            self.trace.clone_from(&cause.message.trace);
+        }
+        self.with_causation_id(cause.message.id.as_str())
+    }
+
+    /// The same, where only the id of the cause is known.
+    #[must_use]
+    pub fn with_causation_id(mut self, id: impl Into<MessageId>) -> Self {
+        let id = id.into();
+        self.headers
+            .replace(headers::CAUSATION_ID, id.as_str().to_owned());
+        self
+    }
+
+    /// The id of the message that led to this one, if the sender told it.
+    #[must_use]
+    pub fn causation_id(&self) -> Option<&str> {
+        self.headers.get_str(headers::CAUSATION_ID)
+    }
+}
+
 /// A first delivery, for tests of handlers.
 impl From<Message> for Incoming {
     fn from(message: Message) -> Self {
@@ -381,6 +417,23 @@ mod tests {
                 "tracestate"
             ]
         );
+    }
+
+    #[test]
+    fn a_message_has_one_cause_and_keeps_a_trace_of_its_own() {
+        let cause = Incoming::from(full().with_id("m-1"));
+        let sent = Message::new("payments", "PaymentTaken")
+            .with_header("a", "1")
+            .with_causation_id("m-0")
+            .with_header("b", "2");
+        let sent = sent.caused_by(&cause);
+        assert_eq!(sent.causation_id(), Some("m-1"));
+        assert_eq!(sent.headers.len(), 3);
+        assert_eq!(sent.trace, cause.message.trace);
+        let back = receive(&Outgoing::from(sent.clone())).message;
+        assert_eq!(back.causation_id(), Some("m-1"));
+        let own = Message::new("payments", "T").with_trace("00-cc-dd-01", None);
+        assert_eq!(own.clone().caused_by(&cause).trace, own.trace);
     }
 
     #[test]

@@ -47,7 +47,11 @@ pub const TRACE_PARENT: &str = "traceparent";
 /// W3C trace state of the enqueuing span.
 pub const TRACE_STATE: &str = "tracestate";
 
-/// Every name above: refused as a user header, whatever its case.
+/// Id of the message whose handling led to this one. Not reserved: a header like the user's own, which
+/// [`Message::caused_by`](crate::Message::caused_by) sets.
+pub const CAUSATION_ID: &str = "x-causation-id";
+
+/// Every name above but the last: refused as a user header, whatever its case.
 pub const RESERVED: [&str; 21] = [
     MESSAGE_ID,
     EVENT_TYPE,
@@ -127,6 +131,12 @@ impl Headers {
     pub fn get_str(&self, name: &str) -> Option<&str> {
         self.get(name)
             .and_then(|value| std::str::from_utf8(value).ok())
+    }
+
+    /// Puts one header in the place of all of this name.
+    pub(crate) fn replace(&mut self, name: &str, value: impl Into<Bytes>) {
+        self.0.retain(|header| header.name != name);
+        self.push(name, value);
     }
 
     /// All headers in order.
