@@ -40,6 +40,7 @@ const STORE_FILES: &[&str] = &[
     "admin",
     "inbox",
     "dead_letters",
+    "versions",
     "sql",
     "error",
 ];

@@ -217,6 +217,21 @@ CREATE TABLE relaybox_inbox_start (
 
 CREATE INDEX ON relaybox_inbox_start (consumer, started_at);
 
+-- updated_at is cut to the hour, so that most updates change no indexed column.
+CREATE TABLE relaybox_aggregate_version (
+    consumer   text        NOT NULL,
+    aggregate  bytea       NOT NULL CHECK (octet_length(aggregate) <= 1024),
+    version    bigint      NOT NULL,
+    updated_at timestamptz NOT NULL,
+    PRIMARY KEY (consumer, aggregate)
+) WITH (
+    fillfactor = 80,
+    autovacuum_vacuum_scale_factor = 0.01,
+    autovacuum_vacuum_threshold = 10000
+);
+
+CREATE INDEX ON relaybox_aggregate_version (consumer, updated_at);
+
 CREATE TABLE relaybox_dead_letter (
     position         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     consumer         text        NOT NULL,

@@ -113,6 +113,16 @@ CREATE TABLE relaybox_inbox_start (
     UNIQUE (consumer, started_at, message_id)
 ) STRICT, WITHOUT ROWID;
 
+CREATE TABLE relaybox_aggregate_version (
+    consumer   TEXT    NOT NULL,
+    aggregate  BLOB    NOT NULL,
+    version    INTEGER NOT NULL,
+    updated_at INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    PRIMARY KEY (consumer, aggregate),
+    -- Only for its index: CREATE INDEX cannot follow a schema prefix.
+    UNIQUE (consumer, updated_at, aggregate)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE relaybox_dead_letter (
     position         INTEGER PRIMARY KEY AUTOINCREMENT,
     consumer         TEXT    NOT NULL,

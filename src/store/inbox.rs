@@ -100,8 +100,11 @@ pub trait InboxStore: Send + Sync + 'static {
     /// there is none. Decided by code, never by text.
     fn kind_of(&self, error: &(dyn StdError + 'static)) -> Option<ErrorKind>;
 
-    /// Deletes up to `rows_max` of the consumer's records, and as many of its starts, at least `age` old, each in a
-    /// transaction of its own, and returns how many records. Other consumers may have to remember theirs longer.
+    /// Deletes up to `rows_max` of the consumer's records, as many of its starts and, where the store is a
+    /// [`VersionStore`](super::VersionStore) too, of its aggregates, each at least `age` old and in a transaction of its own.
+    /// Returns how many it were of what was most. Other consumers may have to remember theirs longer.
+    ///
+    /// An aggregate's age is that of the last version applied; it may stay an hour longer.
     fn clean_up(
         &self,
         consumer: &str,

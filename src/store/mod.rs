@@ -16,6 +16,7 @@ mod no_inbox;
 mod outbox;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
+mod version;
 mod wake_up;
 
 pub use admin::{
@@ -35,6 +36,7 @@ pub use outbox::{
 pub use transaction::StoreTransaction;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 use transaction::kind_in_chain;
+pub use version::{AGGREGATE_BYTES_MAX, Advanced, VersionStore};
 pub use wake_up::{WakeUp, WakeUps};
 
 #[cfg(feature = "postgres")]

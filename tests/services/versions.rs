@@ -19,6 +19,8 @@ const NEWER: &str = "
     ALTER TABLE relaybox_outbox_lane ADD later text NOT NULL DEFAULT 'x';
     ALTER TABLE relaybox_relay ADD later text NOT NULL DEFAULT 'x';
     ALTER TABLE relaybox_inbox ADD later text NOT NULL DEFAULT 'x';
+    ALTER TABLE relaybox_inbox_start ADD later text NOT NULL DEFAULT 'x';
+    ALTER TABLE relaybox_aggregate_version ADD later text NOT NULL DEFAULT 'x';
     ALTER TABLE relaybox_dead_letter ADD later text NOT NULL DEFAULT 'x';
     CREATE TABLE relaybox_later (position bigint);
     INSERT INTO relaybox_outbox_aside

@@ -10,6 +10,7 @@ mod inbox;
 mod outbox;
 mod parking;
 mod relays;
+mod versions;
 
 pub use admin::*;
 pub use aside::*;
@@ -19,6 +20,7 @@ pub use inbox::*;
 pub use outbox::*;
 pub use parking::*;
 pub use relays::*;
+pub use versions::*;
 
 use std::future::Future;
 use std::time::Duration;
@@ -27,7 +29,7 @@ use relaybox::Message;
 use relaybox::lane::LANES;
 use relaybox::store::{
     AsideState, DeadLetterStore, Enqueue, FetchRequest, InboxStore, Lease, OutboxAdmin,
-    OutboxStore, Page, SetAside, SettlementBatch, Verdict,
+    OutboxStore, Page, SetAside, SettlementBatch, Verdict, VersionStore,
 };
 use relaybox::story::Reason;
 
@@ -36,6 +38,7 @@ pub trait Harness: Sized {
     type Connection: Send;
     type Store: Enqueue<Connection = Self::Connection>
         + InboxStore<Connection = Self::Connection>
+        + VersionStore<Connection = Self::Connection>
         + OutboxStore
         + OutboxAdmin
         + DeadLetterStore
@@ -191,6 +194,11 @@ macro_rules! store_contract {
             a_nested_transaction_is_a_savepoint,
             a_transaction_ended_inside_is_never_reported_as_committed,
             clean_up_deletes_old_records_in_bounded_steps,
+            an_older_version_is_told_per_consumer_and_aggregate,
+            a_version_counts_only_if_its_transaction_commits,
+            of_two_versions_at_once_the_lower_is_never_applied_last,
+            an_overlong_aggregate_is_refused_and_leaves_the_transaction_usable,
+            clean_up_forgets_quiet_aggregates_of_the_consumer_in_bounded_steps,
             dead_letters_keep_bytes_and_story,
             depth_is_counted_by_destination_and_reason_with_the_oldest_age,
             depth_counts_and_returns_no_more_than_asked,

@@ -139,7 +139,8 @@ impl InboxStore for PostgresStore {
 
     async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
         let mut deleted = 0;
-        for statement in [&self.sql.clean_up_starts, &self.sql.clean_up] {
+        let sql = &self.sql;
+        for statement in [&sql.clean_up_starts, &sql.clean_up, &sql.clean_up_versions] {
             let query = sqlx::query(statement.clone())
                 .bind(micros(age))
                 .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
@@ -147,7 +148,7 @@ impl InboxStore for PostgresStore {
             let done = bounded(&self.pool, "clean up inbox", STATEMENT_TIMEOUT, |c| {
                 query.execute(c).boxed()
             });
-            deleted = done.await?.rows_affected();
+            deleted = done.await?.rows_affected().max(deleted);
         }
         Ok(deleted)
     }

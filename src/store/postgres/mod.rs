@@ -24,6 +24,7 @@ mod settle;
 mod shares;
 mod sql;
 mod statement;
+mod versions;
 mod wake_up;
 
 use std::fmt;

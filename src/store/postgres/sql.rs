@@ -82,6 +82,8 @@ pub(super) struct Sql {
     pub forget_starts: SqlStr,
     pub clean_up_starts: SqlStr,
     pub clean_up: SqlStr,
+    pub advance: SqlStr,
+    pub clean_up_versions: SqlStr,
     pub put: SqlStr,
     pub list: SqlStr,
     pub count: SqlStr,
@@ -316,7 +318,7 @@ impl Sql {
             check_inbox: safe(format!(
                 "SELECT current_setting('server_encoding') \
                  FROM (SELECT count(*) FROM (SELECT 1 FROM {t}inbox LIMIT 1) one) all_there \
-                 WHERE '{t}inbox_start'::regclass IS NOT NULL"
+                 WHERE '{t}inbox_start'::regclass IS NOT NULL AND '{t}aggregate_version'::regclass IS NOT NULL"
             )),
             // One round trip: bounds the wait for another transaction's key, inserts, and puts the bound back, so that
             // the handler's statements keep the session's own.
@@ -369,6 +371,21 @@ impl Sql {
                     WHERE consumer = $3 \
                         AND recorded_at <= clock_timestamp() - $1::bigint * interval '1 microsecond' \
                     ORDER BY recorded_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
+            )),
+            // A rewrite that leaves the hour as it is touches no index.
+            advance: safe(format!(
+                "INSERT INTO {t}aggregate_version AS known (consumer, aggregate, version, updated_at) \
+                 VALUES ($1, $2, $3, date_trunc('hour', clock_timestamp())) \
+                 ON CONFLICT (consumer, aggregate) DO UPDATE \
+                 SET version = excluded.version, updated_at = excluded.updated_at \
+                 WHERE known.version <= excluded.version"
+            )),
+            clean_up_versions: safe(format!(
+                "DELETE FROM {t}aggregate_version WHERE ctid = ANY (ARRAY( \
+                    SELECT ctid FROM {t}aggregate_version \
+                    WHERE consumer = $3 AND updated_at <= \
+                        clock_timestamp() - interval '1 hour' - $1::bigint * interval '1 microsecond' \
+                    ORDER BY updated_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
             )),
             put: safe(format!(
                 "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \

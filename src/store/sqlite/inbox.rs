@@ -109,7 +109,8 @@ impl InboxStore for SqliteStore {
 
     async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
         let mut deleted = 0;
-        for statement in [&self.sql.clean_up_starts, &self.sql.clean_up] {
+        let sql = &self.sql;
+        for statement in [&sql.clean_up_starts, &sql.clean_up, &sql.clean_up_versions] {
             let done = sqlx::query(statement.clone())
                 .bind(micros(age))
                 .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
@@ -117,7 +118,7 @@ impl InboxStore for SqliteStore {
                 .execute(&self.pool)
                 .await
                 .map_err(self.pool_error("clean up inbox"))?;
-            deleted = done.rows_affected();
+            deleted = done.rows_affected().max(deleted);
         }
         Ok(deleted)
     }

@@ -13,6 +13,7 @@ mod inbox;
 mod outbox;
 mod reader;
 mod sql;
+mod versions;
 
 use std::fmt;
 use std::path::Path;

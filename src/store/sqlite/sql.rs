@@ -64,6 +64,8 @@ pub(super) struct Sql {
     pub forget_starts: SqlStr,
     pub clean_up_starts: SqlStr,
     pub clean_up: SqlStr,
+    pub advance: SqlStr,
+    pub clean_up_versions: SqlStr,
     pub put: SqlStr,
     pub list: SqlStr,
     pub count: SqlStr,
@@ -260,7 +262,8 @@ impl Sql {
                     (SELECT count(*) FROM (SELECT xx.id, xx.expires_at FROM {t}relay xx LIMIT 1))"
             )),
             check_inbox: safe(format!(
-                "SELECT 1 FROM {t}inbox UNION ALL SELECT 1 FROM {t}inbox_start LIMIT 1"
+                "SELECT 1 FROM {t}inbox UNION ALL SELECT 1 FROM {t}inbox_start \
+                 UNION ALL SELECT 1 FROM {t}aggregate_version LIMIT 1"
             )),
             record: safe(format!(
                 "INSERT INTO {t}inbox (consumer, message_id) VALUES (?1, ?2) ON CONFLICT DO NOTHING"
@@ -291,6 +294,18 @@ impl Sql {
                     SELECT consumer, message_id FROM {t}inbox \
                     WHERE consumer = ?3 AND recorded_at <= {NOW} - ?1 \
                     ORDER BY recorded_at LIMIT ?2)"
+            )),
+            advance: safe(format!(
+                "INSERT INTO {t}aggregate_version AS known (consumer, aggregate, version) VALUES (?1, ?2, ?3) \
+                 ON CONFLICT (consumer, aggregate) DO UPDATE \
+                 SET version = excluded.version, updated_at = excluded.updated_at \
+                 WHERE known.version <= excluded.version"
+            )),
+            clean_up_versions: safe(format!(
+                "DELETE FROM {t}aggregate_version WHERE (consumer, aggregate) IN ( \
+                    SELECT consumer, aggregate FROM {t}aggregate_version \
+                    WHERE consumer = ?3 AND updated_at <= {NOW} - ?1 \
+                    ORDER BY updated_at LIMIT ?2)"
             )),
             put: safe(format!(
                 "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use relaybox::ErrorKind;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{
-    AsideState, DeadLetterStore, Enqueue, InboxStore, OutboxStore, Recorded, SettlementBatch,
-    Verdict,
+    Advanced, AsideState, DeadLetterStore, Enqueue, InboxStore, OutboxStore, Recorded,
+    SettlementBatch, Verdict, VersionStore,
 };
 use relaybox_testcontainers::PostgresOptions;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
@@ -315,7 +315,7 @@ async fn the_documented_rights_are_enough() {
         &h,
         "consumer",
         &[
-            "SELECT, INSERT, UPDATE, DELETE ON relaybox_inbox",
+            "SELECT, INSERT, UPDATE, DELETE ON relaybox_inbox, relaybox_inbox_start, relaybox_aggregate_version",
             "SELECT, INSERT, DELETE ON relaybox_dead_letter",
         ],
     );
@@ -324,6 +324,9 @@ async fn the_documented_rights_are_enough() {
     let mut transaction = consumer.begin().await.unwrap();
     let keys = ["m-1"];
     consumer.record(&mut transaction, "c", &keys).await.unwrap();
+    let connection = PostgresStore::connection(&mut transaction);
+    let advanced = consumer.advance(connection, "c", b"k", 1).await.unwrap();
+    assert_eq!(advanced, Advanced::Newest);
     consumer.commit(transaction).await.unwrap();
     assert_eq!(consumer.clean_up("c", Duration::ZERO, 10).await.unwrap(), 1);
     let letter = relaybox::envelope::Outgoing::from(keyed("k", "1"));
