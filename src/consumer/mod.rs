@@ -8,8 +8,10 @@ mod handler;
 mod job;
 mod outcome;
 mod process;
+mod router;
 mod schedule;
 mod typed;
+mod version_guard;
 mod work;
 
 use std::future::Future;
@@ -36,7 +38,9 @@ pub use handler::{
 pub use job::{BusinessKey, InboxKey};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
+pub use router::{Router, UnknownHandler, UnknownType};
 pub use typed::{TypedFn, TypedFunction, typed_fn};
+pub use version_guard::{Unversioned, VersionGuard};
 
 use copies::Copies;
 use form::{Batches, Form, Outside, Single};
