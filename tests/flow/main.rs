@@ -18,6 +18,7 @@ mod forms;
 mod handling;
 mod hanging;
 mod model;
+mod payment;
 mod relaying;
 mod sharing;
 mod strangers;
