@@ -15,15 +15,13 @@
 //!
 //! use relaybox::broker::memory::MemoryBroker;
 //! use relaybox::store::{OutboxStore, sqlite::SqliteStore};
-//! use relaybox::{Consumer, Failure, Incoming, Ladder, Message, Outbox, Outcome, Relay, handler_fn};
+//! use relaybox::{Consumer, Json, Ladder, Message, Outbox, Relay, typed_fn};
 //! use sqlx::SqliteConnection;
 //!
-//! async fn charge(_app: &(), db: &mut SqliteConnection, incoming: &Incoming) -> Result<Outcome, sqlx::Error> {
-//!     let Ok(cents) = incoming.message.json::<u32>() else {
-//!         return Ok(Outcome::Permanent(Failure::new("not an amount"))); // no retry will make it one
-//!     };
+//! // A payload that is no number becomes a dead letter at once; an error is tried again.
+//! async fn charge(_app: &(), db: &mut SqliteConnection, Json(cents): Json<u32>) -> Result<(), sqlx::Error> {
 //!     sqlx::query("INSERT INTO charge (cents) VALUES (?)").bind(cents).execute(db).await?;
-//!     Ok(Outcome::Done)
+//!     Ok(())
 //! }
 //!
 //! # #[tokio::main]
@@ -57,7 +55,7 @@
 //!     };
 //!     Consumer::new("billing", "orders", broker.clone(), store.clone())
 //!         .with_ladder(Ladder::rungs([5, 60, 600].map(Duration::from_secs)))
-//!         .run_until(handler_fn((), charge), charged)
+//!         .run_until(typed_fn((), charge), charged)
 //!         .await?;
 //!
 //!     let cents: i64 = sqlx::query_scalar("SELECT sum(cents) FROM charge").fetch_one(store.pool()).await?;

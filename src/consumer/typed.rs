@@ -86,6 +86,12 @@ where
 }
 
 /// Async functions of the right shapes. Implemented for them all; never by hand.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be a typed handler",
+    label = "not an `async fn(&State, &mut Connection, Payload)`, with or without a fourth `&Incoming`",
+    note = "the payload must implement `Decode` (such as `Json<T>`), the state and connection must be those of the consumer, \
+            the future must be `Send`, and what it returns must be an `Outcome` or a `Result`"
+)]
 pub trait TypedFunction<'a, S, C, A> {
     /// What the function returns.
     type Output: Into<Outcome>;

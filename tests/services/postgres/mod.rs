@@ -5,6 +5,7 @@ mod behaviour;
 mod cost;
 mod floor;
 mod floor_load;
+mod guarding;
 mod history;
 mod listening;
 mod model;
