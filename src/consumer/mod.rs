@@ -39,7 +39,7 @@ pub use job::{BusinessKey, InboxKey};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
 pub use router::{Router, UnknownHandler, UnknownType};
-pub use typed::{TypedFn, TypedFunction, typed_fn};
+pub use typed::{TypedBatchFunction, TypedFn, TypedFunction, TypedOutsideFunction, typed_fn};
 pub use version_guard::{Unversioned, VersionGuard};
 
 use copies::Copies;

@@ -11,7 +11,7 @@ use relaybox::testing::{Signal, eventually};
 use relaybox::{ErrorKind, Failure, Message, Outbox};
 use sqlx::sqlite::SqliteConnection;
 
-use super::support::{DEADLINE, House, Shared, brisk, loaded, run, write_effect};
+use super::support::{DEADLINE, House, Running, Shared, brisk, loaded, run, write_effect};
 
 pub type Db = SqliteConnection;
 
@@ -104,6 +104,61 @@ async fn a_tombstone_is_none_for_a_handler_that_expects_one() {
     handled(&house, typed_fn(seen.clone(), moved)).await;
     assert_eq!(*seen.lock().unwrap(), [Some("Rue 1".to_owned()), None]);
     assert_eq!(reasons(&house.dead("billing")), [("odd", "undecodable")]);
+}
+
+fn numbers<const N: usize>(numbers: [&str; N]) -> [Message; N] {
+    numbers.map(|number| sent(number, "Number").with_payload(number.to_owned()))
+}
+
+/// Notes how many came together at most.
+async fn write_numbers(
+    most: &Arc<AtomicU64>,
+    db: &mut Db,
+    numbers: Vec<Json<u64>>,
+    batch: &[&Incoming],
+) -> Outcome {
+    most.fetch_max(numbers.len() as u64, Ordering::SeqCst);
+    assert_eq!(numbers.len(), batch.len());
+    for (Json(number), incoming) in numbers.iter().zip(batch) {
+        assert_eq!(number.to_string(), incoming.message.id.as_str());
+        write_effect(db, "billing", incoming).await;
+    }
+    Outcome::Done
+}
+
+#[tokio::test]
+async fn a_batch_comes_as_types_and_only_its_bad_one_fails() {
+    let house = House::new().await;
+    house.publish(&numbers(["1", "2", "3", "4", "5"])).await;
+    house.publish(&numbers(["six", "7"])).await;
+    let most = Arc::<AtomicU64>::default();
+    let handler = typed_fn(most.clone(), write_numbers);
+    let consumer = house.consumer("billing");
+    let running = Running::start(|stop| consumer.run_batches_until(5, handler, stop));
+    house.consumed("billing", "orders").await;
+    running.stop().await.unwrap();
+    let effects = house.effects("billing").await;
+    assert_eq!(effects, ["1", "2", "3", "4", "5", "7"]);
+    assert!(loaded(&most) > 1);
+    assert_eq!(reasons(&house.dead("billing")), [("six", "undecodable")]);
+}
+
+#[tokio::test]
+async fn work_outside_of_transactions_takes_its_payload_as_a_type_too() {
+    let house = House::new().await;
+    house.publish(&numbers(["1", "two", "3"])).await;
+    async fn add(sum: &Arc<AtomicU64>, Json(number): Json<u64>) -> Result<(), Failure> {
+        sum.fetch_add(number, Ordering::SeqCst);
+        Ok(())
+    }
+    let sum = Arc::<AtomicU64>::default();
+    let handler = typed_fn(sum.clone(), add);
+    let consumer = house.consumer("mail");
+    let running = Running::start(|stop| consumer.run_outside_until(handler, stop));
+    house.consumed("mail", "orders").await;
+    running.stop().await.unwrap();
+    assert_eq!(loaded(&sum), 4);
+    assert_eq!(reasons(&house.dead("mail")), [("two", "undecodable")]);
 }
 
 /// A codec of a user's own: lines of numbers, in anything but JSON.
