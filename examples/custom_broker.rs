@@ -17,7 +17,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use relaybox::broker::{
     Backlog, Delivery, Health, PublishOutcome, Publisher, PublisherCapabilities, Receipt,
-    RejectionScope, Settlement, Subscriber, SubscriberCapabilities, Subscription,
+    RejectionScope, Retention, Settlement, Subscriber, SubscriberCapabilities, Subscription,
     SubscriptionRequest, TopologyMode,
 };
 use relaybox::conformance::{self, Fixture, Verdict, fresh};
@@ -143,6 +143,12 @@ impl Subscriber for Small {
     fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
         let backlog = self.0.backlog(Some(consumer), source);
         Box::pin(async move { backlog.ok_or_else(|| missing("lag", &[&source.into()])) })
+    }
+
+    /// What is acknowledged stays away: a place on the shelf is never put back.
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        let found = self.find("retention", [&source.to_owned()]);
+        Box::pin(async move { found.map(|()| Retention::UntilSettled) })
     }
 }
 

@@ -12,7 +12,7 @@ use relaybox::Result;
 use relaybox::broker::memory::MemoryBroker;
 use relaybox::broker::{
     Backlog, Delivery, Health, PublishOutcome, Publisher, PublisherCapabilities, Receipt,
-    Settlement, Subscriber, SubscriberCapabilities, Subscription, SubscriptionRequest,
+    Retention, Settlement, Subscriber, SubscriberCapabilities, Subscription, SubscriptionRequest,
     TopologyMode,
 };
 use relaybox::conformance::{CASES, Fixture, Line, Verdict, fresh};
@@ -37,6 +37,7 @@ enum Defect {
     MakesSources,
     VerifiesNothing,
     CountsNothing,
+    KeepsWhatIsNotThere,
     IsAlwaysWell,
 }
 
@@ -165,6 +166,13 @@ impl Subscriber for Worn {
 
     fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
         self.broker.lag(consumer, source)
+    }
+
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        match self.defect {
+            Defect::KeepsWhatIsNotThere => Box::pin(async { Ok(Retention::Unbounded) }),
+            _ => self.broker.retention(source),
+        }
     }
 }
 
@@ -324,6 +332,10 @@ async fn each_defect_breaks_the_case_that_is_about_it() {
         (Defect::MakesSources, "a_missing_source_is_never_created"),
         (Defect::VerifiesNothing, "verify_names_everything_missing"),
         (Defect::CountsNothing, "depth_and_lag_count_what_is_there"),
+        (
+            Defect::KeepsWhatIsNotThere,
+            "a_source_tells_how_long_it_keeps_messages",
+        ),
         (
             Defect::IsAlwaysWell,
             "a_broken_line_confirms_nothing_and_is_told",

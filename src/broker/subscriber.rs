@@ -44,6 +44,13 @@ pub trait Subscriber: Send + Sync + 'static {
     /// # Errors
     /// As [`depth`](Self::depth).
     fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>>;
+
+    /// For how long after a message was stored this source may deliver it again, as its settings are now: to a consumer that
+    /// lost its place, or whose place was put back, too.
+    ///
+    /// # Errors
+    /// As [`depth`](Self::depth). What only may not be read is [`Retention::Unknown`].
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>>;
 }
 
 impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
@@ -69,6 +76,24 @@ impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
     fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
         (**self).lag(consumer, source)
     }
+
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        (**self).retention(source)
+    }
+}
+
+/// For how long a source may deliver a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Retention {
+    /// No message that is older than this comes any more.
+    Bounded(Duration),
+    /// Messages are kept whether they are settled or not, and no age ends that: any of them may come again at any time.
+    Unbounded,
+    /// A message is kept until it is acknowledged, however long that takes, and never comes again after it: what queues do.
+    UntilSettled,
+    /// The broker does not tell.
+    Unknown,
 }
 
 /// What a subscriber can do, as data.

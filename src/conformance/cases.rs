@@ -40,6 +40,7 @@ macro_rules! __broker_cases {
             sharing a_key_is_with_one_member_at_a_time KeyAffinity;
             counting depth_and_lag_count_what_is_there Nothing;
             counting what_is_missing_has_no_depth Nothing;
+            counting a_source_tells_how_long_it_keeps_messages Nothing;
             counting health_is_up_while_messages_go_through Nothing;
             trouble a_broken_line_confirms_nothing_and_is_told Line;
             trouble a_silent_line_ends_the_call_at_its_deadline Line;

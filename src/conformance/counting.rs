@@ -1,11 +1,13 @@
 //! Cases about what an adapter tells of itself and its broker.
 
+use std::time::Duration;
+
 use super::{
     Fixture, acknowledge, close, eventually, fresh, numbered, publish_all, receive_count,
     subscribe, within,
 };
 use crate::ErrorKind;
-use crate::broker::SubscriptionRequest;
+use crate::broker::{Retention, SubscriptionRequest};
 
 pub(super) async fn depth_and_lag_count_what_is_there(fixture: &dyn Fixture) {
     let topic = fixture.topic(2).await;
@@ -55,6 +57,16 @@ pub(super) async fn what_is_missing_has_no_depth(fixture: &dyn Fixture) {
     assert_eq!(depth.unwrap_err().kind(), ErrorKind::NotFound);
     let lag = within("a lag", subscriber.lag("consumer", &missing)).await;
     assert_eq!(lag.unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+pub(super) async fn a_source_tells_how_long_it_keeps_messages(fixture: &dyn Fixture) {
+    let topic = fixture.topic(1).await;
+    let subscriber = fixture.subscriber();
+    let found = within("a retention", subscriber.retention(&topic)).await;
+    assert_ne!(found.unwrap(), Retention::Bounded(Duration::ZERO));
+    let missing = fresh("missing");
+    let found = within("a retention", subscriber.retention(&missing)).await;
+    assert_eq!(found.unwrap_err().kind(), ErrorKind::NotFound);
 }
 
 pub(super) async fn health_is_up_while_messages_go_through(fixture: &dyn Fixture) {

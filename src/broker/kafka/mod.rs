@@ -42,6 +42,7 @@ mod progress;
 mod properties;
 mod publisher;
 mod record;
+mod retention;
 mod settings;
 mod subscriber;
 mod topology;
@@ -57,8 +58,8 @@ pub use config::{Assignor, KafkaConfig, Partitioner};
 use self::control::Control;
 use self::publisher::Sender;
 use super::{
-    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
-    SubscriberCapabilities, Subscription, SubscriptionRequest,
+    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Retention,
+    Subscriber, SubscriberCapabilities, Subscription, SubscriptionRequest,
 };
 use crate::envelope::Outgoing;
 use crate::error::Result;
@@ -175,5 +176,12 @@ impl Subscriber for Kafka {
             config, control, ..
         } = &*self.0;
         Box::pin(depth::backlog(config, control, Some(consumer), source))
+    }
+
+    /// `retention.ms` and `segment.ms` together, because a segment goes as a whole, once its newest record is old enough.
+    /// Without a limit of age, or compacted only, a topic keeps messages for ever. Unknown without the right to describe the
+    /// topic's configuration.
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        Box::pin(retention::of_topic(&self.0.control, source))
     }
 }

@@ -10,7 +10,7 @@ use super::group::{Group, Taken, Ticket};
 use super::log::Topic;
 use super::{MemoryBroker, NAME, Shared, State, error};
 use crate::broker::{
-    Backlog, Delivery, Health, Receipt, Settlement, Subscriber, SubscriberCapabilities,
+    Backlog, Delivery, Health, Receipt, Retention, Settlement, Subscriber, SubscriberCapabilities,
     Subscription, SubscriptionRequest, TopologyMode,
 };
 use crate::clock::add;
@@ -56,6 +56,14 @@ impl Subscriber for MemoryBroker {
 
     fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
         Box::pin(async move { self.backlog("lag", Some(consumer), source) })
+    }
+
+    /// Until settled: the log lives as long as the process, and so does each consumer's place in it, which nothing puts back.
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        Box::pin(async move {
+            self.backlog("retention", None, source)?;
+            Ok(Retention::UntilSettled)
+        })
     }
 }
 

@@ -68,6 +68,7 @@ pub struct NatsConfig {
     pub(super) ack_pending_max: usize,
     pub(super) heartbeat: Duration,
     pub(super) recreate_consumers: bool,
+    pub(super) stream_retention: Option<Duration>,
     pub(super) dead_letter_retention: Option<Duration>,
     pub(super) resend_horizon: Duration,
     pub(super) streams: Vec<KnownStream>,
@@ -95,6 +96,7 @@ impl NatsConfig {
             ack_pending_max: 10_000,
             heartbeat: Duration::from_secs(5),
             recreate_consumers: true,
+            stream_retention: None,
             dead_letter_retention: None,
             resend_horizon: Duration::from_secs(120),
             streams: Vec::new(),
@@ -248,6 +250,15 @@ impl NatsConfig {
     #[must_use]
     pub const fn without_recreated_consumers(mut self) -> Self {
         self.recreate_consumers = false;
+        self
+    }
+
+    /// How long messages are kept in a stream that [`create_stream`](super::Nats::create_stream) makes, read or not: longer
+    /// than any consumer may be away. Without this: for ever, and consumers have to
+    /// [say](crate::consumer::ConsumerConfig::with_source_retention) how long their inbox must remember.
+    #[must_use]
+    pub const fn with_stream_retention(mut self, retention: Duration) -> Self {
+        self.stream_retention = Some(retention);
         self
     }
 

@@ -24,6 +24,7 @@ mod publisher;
 mod puller;
 mod record;
 mod rescue;
+mod retention;
 mod rules;
 mod shelf;
 mod streams;
@@ -46,8 +47,8 @@ use self::link::Link;
 use self::publisher::Sender;
 use self::warnings::Warnings;
 use super::{
-    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
-    SubscriberCapabilities, Subscription, SubscriptionRequest,
+    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Retention,
+    Subscriber, SubscriberCapabilities, Subscription, SubscriptionRequest,
 };
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result};
@@ -96,8 +97,8 @@ impl Nats {
         })))
     }
 
-    /// Makes a stream of these subjects (patterns) in files, without limits. One of this name that is there already is
-    /// left as it is.
+    /// Makes a stream of these subjects (patterns) in files, without limits but the
+    /// [retention](NatsConfig::with_stream_retention). One of this name that is there already is left as it is.
     ///
     /// # Errors
     /// [`Configuration`](crate::ErrorKind::Configuration) for a name that no stream can have, and for subjects that
@@ -108,7 +109,8 @@ impl Nats {
         subjects: impl IntoIterator<Item = S>,
     ) -> Result<()> {
         let subjects = subjects.into_iter().map(Into::into).collect();
-        streams::make_source(&self.0.link, name, subjects).await
+        let retention = self.0.config.stream_retention.unwrap_or_default();
+        streams::make_source(&self.0.link, name, subjects, retention).await
     }
 
     /// What was found so far that is not wrong and still likely to lose or repeat messages: at connect, by
@@ -212,5 +214,11 @@ impl Subscriber for Nats {
 
     fn lag<'a>(&'a self, consumer: &'a str, source: &'a str) -> BoxFuture<'a, Result<Backlog>> {
         Box::pin(depth::lag(&self.0.config, &self.0.link, consumer, source))
+    }
+
+    /// The stream's `max_age`; without one it keeps messages for ever. A stream with work-queue or interest retention lets go
+    /// of what was acknowledged, by all who asked for it.
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        Box::pin(retention::of_source(&self.0.config, &self.0.link, source))
     }
 }

@@ -1,5 +1,7 @@
 //! Streams: looked at, found by a subject, made.
 
+use std::time::Duration;
+
 use async_nats::jetstream::ErrorCode as Code;
 use async_nats::jetstream::context::{
     CreateStreamErrorKind, GetStreamByNameErrorKind, GetStreamErrorKind,
@@ -26,13 +28,19 @@ pub(super) fn unlimited() -> stream::Config {
 }
 
 /// Makes a stream for sources. One that is there already is left as it is.
-pub(super) async fn make_source(link: &Link, name: &str, subjects: Vec<String>) -> Result<()> {
+pub(super) async fn make_source(
+    link: &Link,
+    name: &str,
+    subjects: Vec<String>,
+    max_age: Duration,
+) -> Result<()> {
     if !is_stream_name(name) {
         return Err(Error::configuration("stream", STREAM_RULE, name));
     }
     let settings = stream::Config {
         name: name.to_owned(),
         subjects,
+        max_age,
         ..unlimited()
     };
     create(link, "create stream", settings).await

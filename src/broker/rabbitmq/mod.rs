@@ -35,8 +35,8 @@ use self::place::Shards;
 use self::publisher::Sender;
 use self::topology::Surveyor;
 use super::{
-    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Subscriber,
-    SubscriberCapabilities, Subscription, SubscriptionRequest,
+    Backlog, Health, PublishOutcome, Publisher, PublisherCapabilities, PublisherOrder, Retention,
+    Subscriber, SubscriberCapabilities, Subscription, SubscriptionRequest,
 };
 use crate::envelope::Outgoing;
 use crate::error::Result;
@@ -248,6 +248,15 @@ impl Subscriber for RabbitMq {
         Box::pin(async move {
             let messages = self.surveyor("lag").depth(source).await?;
             Ok(Backlog::new(messages, None))
+        })
+    }
+
+    /// Until settled, as classic and quorum queues do; a limit of age or length only shortens that. Not for streams, which
+    /// are no sources.
+    fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
+        Box::pin(async move {
+            self.surveyor("retention").depth(source).await?;
+            Ok(Retention::UntilSettled)
         })
     }
 }

@@ -9,6 +9,7 @@ mod publishing;
 mod raw;
 mod rebalancing;
 mod refusals;
+mod retention;
 mod security;
 
 use std::collections::{BTreeMap, HashMap, HashSet};

@@ -10,14 +10,14 @@ use relaybox_testcontainers::{KafkaOptions, KafkaSecurity};
 
 use super::*;
 
-async fn server() -> relaybox_testcontainers::Kafka {
+pub async fn server() -> relaybox_testcontainers::Kafka {
     let options = KafkaOptions::default().with_security();
     relaybox_testcontainers::Kafka::start_with(options)
         .await
         .unwrap()
 }
 
-fn by_password(security: &KafkaSecurity, mechanism: &str, password: &str) -> KafkaConfig {
+pub fn by_password(security: &KafkaSecurity, mechanism: &str, password: &str) -> KafkaConfig {
     config(&security.sasl_brokers)
         .with_property("security.protocol", "sasl_plaintext")
         .with_property("sasl.mechanisms", mechanism)

@@ -3,7 +3,7 @@
 use async_nats::jetstream::consumer::{self, AckPolicy, ReplayPolicy, pull};
 use async_nats::jetstream::stream;
 use relaybox::ErrorKind;
-use relaybox::broker::Rung;
+use relaybox::broker::{Retention, Rung};
 
 use super::*;
 
@@ -196,4 +196,44 @@ async fn an_alias_gives_a_part_of_a_stream_under_its_own_name() {
         0
     );
     assert_eq!(nats.depth(&name).await.unwrap().messages, 4);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_source_is_kept_as_its_stream_says() {
+    let url = shared_nats().await.url();
+    let nats = connect().await;
+    let day = 24 * 3_600 * SECOND;
+    let aged = stream::Config {
+        max_age: day,
+        ..stream::Config::default()
+    };
+    let worked_off = stream::Config {
+        retention: stream::RetentionPolicy::WorkQueue,
+        ..stream::Config::default()
+    };
+    for (settings, expected) in [
+        (stream::Config::default(), Retention::Unbounded),
+        (aged, Retention::Bounded(day)),
+        (worked_off, Retention::UntilSettled),
+    ] {
+        let name = stream_with(&url, "kept", settings).await;
+        assert_eq!(nats.retention(&name).await.unwrap(), expected);
+        let config = config(url.clone()).with_source("part", &name, [&name]);
+        let aliased = Nats::connect(config).await.unwrap();
+        assert_eq!(aliased.retention("part").await.unwrap(), expected);
+    }
+    let made = unique_name("made");
+    let config = config(url).with_stream_retention(day);
+    let keeping = Nats::connect(config).await.unwrap();
+    keeping.create_stream(&made, [&made]).await.unwrap();
+    assert_eq!(
+        nats.retention(&made).await.unwrap(),
+        Retention::Bounded(day)
+    );
+    // As an auditor asks for it: by its subject.
+    let dead = format!("{made}.DLQ");
+    let mut asked = request("billing", &made);
+    asked.dead_letters = vec![dead.clone()];
+    drop(subscribe(&nats, asked).await);
+    assert_eq!(nats.retention(&dead).await.unwrap(), Retention::Unbounded);
 }
