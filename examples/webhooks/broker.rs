@@ -18,6 +18,10 @@ pub const PUBLISH_DEADLINE: Duration = Duration::from_secs(3);
 /// After how long a killed or frozen member's messages go to others.
 pub const SESSION: Duration = Duration::from_secs(6);
 
+/// How long a stream keeps messages: less than an inbox remembers. Kafka's topics have the cluster's default, and a queue
+/// keeps what nobody took.
+const KEPT: Duration = Duration::from_secs(7 * 86_400);
+
 type Anyhow<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 /// A broker by product and address.
@@ -117,6 +121,7 @@ impl Place {
         let config = NatsConfig::new(&self.address)
             .with_publish_deadline(PUBLISH_DEADLINE)
             .with_ack_wait(SESSION)
+            .with_stream_retention(KEPT)
             .with_stream(topic, [topic]);
         Nats::connect(config).await
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::backoff::{DelayPolicy, Jitter};
-use crate::broker::{SubscriberCapabilities, TopologyMode};
+use crate::broker::{Retention, Subscriber, SubscriberCapabilities, TopologyMode};
 use crate::error::{Error, Result, within};
 
 use super::guard::FailureGuard;
@@ -35,6 +35,7 @@ pub struct ConsumerConfig {
     pub(super) missing_id: MissingId,
     pub(super) inbox_retention: Duration,
     pub(super) failure_guard: Option<FailureGuard>,
+    pub(super) source_retention: Option<Duration>,
 }
 
 impl Default for ConsumerConfig {
@@ -53,6 +54,7 @@ impl Default for ConsumerConfig {
             missing_id: MissingId::DeadLetter,
             inbox_retention: Duration::from_secs(30 * 86_400),
             failure_guard: Some(FailureGuard::default()),
+            source_retention: None,
         }
     }
 }
@@ -136,12 +138,66 @@ impl ConsumerConfig {
         self
     }
 
-    /// How long ids are remembered (default 30 days). Must be longer than the source keeps messages plus the whole
-    /// ladder, or a late copy has its effect twice.
+    /// How long ids are remembered (default 30 days). Must be longer than any source may deliver a message again plus the
+    /// whole ladder, or a late copy has its effect twice: refused at start, where the broker
+    /// [is asked](Subscriber::retention). A queue, which lets go of what is acknowledged, needs only more than the ladder;
+    /// a copy that waits in it unsettled for longer than this is not recognised.
     #[must_use]
     pub fn with_inbox_retention(mut self, retention: Duration) -> Self {
         self.inbox_retention = retention;
         self
+    }
+
+    /// States for how long after it was stored any of the sources may deliver a message, instead of asking the broker (the
+    /// default). For a source that keeps messages for ever, a broker that does not tell, or a user who may not ask.
+    ///
+    /// This is your word: a message that is delivered again later than that, because a consumer's place was lost or put
+    /// back, may have its effect twice.
+    #[must_use]
+    pub fn with_source_retention(mut self, retention: Duration) -> Self {
+        self.source_retention = Some(retention);
+        self
+    }
+
+    /// Refuses an inbox that forgets a message which one of these sources may deliver again.
+    ///
+    /// Asks the broker, unless the answer is stated or the broker is to be asked for nothing.
+    pub(super) async fn outlasts(
+        &self,
+        broker: &dyn Subscriber,
+        sources: &[String],
+        ladder: Duration,
+    ) -> Result<()> {
+        for source in sources {
+            let retention = match (self.source_retention, self.topology) {
+                (Some(stated), _) => Retention::Bounded(stated),
+                (None, TopologyMode::Unchecked) => continue,
+                (None, _) => broker.retention(source).await?,
+            };
+            self.remembers(source, retention, ladder)?;
+        }
+        Ok(())
+    }
+
+    fn remembers(&self, source: &str, retention: Retention, ladder: Duration) -> Result<()> {
+        let keeps = match retention {
+            Retention::UntilSettled => return Ok(()),
+            Retention::Bounded(kept) if self.inbox_retention > kept.saturating_add(ladder) => {
+                return Ok(());
+            }
+            Retention::Bounded(kept) => format!("keeps messages ({kept:?}) and the whole ladder ({ladder:?})"),
+            Retention::Unbounded => {
+                "keeps messages, which is for ever: bound it there, or state a bound (with_source_retention)".into()
+            }
+            Retention::Unknown => {
+                "keeps messages, which the broker does not tell: state it (with_source_retention)".into()
+            }
+        };
+        Err(Error::configuration(
+            "inbox_retention",
+            format!("longer than source {source} {keeps}"),
+            format!("{:?}", self.inbox_retention),
+        ))
     }
 
     /// Refuses to take coordinates for ids where a message that comes again has others.
@@ -223,6 +279,30 @@ mod tests {
         assert_eq!(error.violation().unwrap().field, "missing_id");
         broker.positions = true;
         config.can_identify(&broker).unwrap();
+    }
+
+    #[test]
+    fn an_inbox_must_remember_for_longer_than_a_source_delivers() {
+        let second = Duration::from_secs(1);
+        let config = ConsumerConfig::default().with_inbox_retention(10 * second);
+        let kept = |retention| config.remembers("orders", retention, 3 * second);
+        kept(Retention::Bounded(6 * second)).unwrap();
+        kept(Retention::UntilSettled).unwrap();
+        for (retention, told) in [
+            (Retention::Bounded(7 * second), "7s"),
+            (Retention::Bounded(Duration::MAX), "ladder (3s)"),
+            (Retention::Unbounded, "for ever"),
+            (Retention::Unknown, "does not tell"),
+        ] {
+            let error = kept(retention).unwrap_err();
+            let violation = error.violation().unwrap();
+            assert_eq!(
+                (violation.field, violation.value.as_str()),
+                ("inbox_retention", "10s")
+            );
+            assert!(violation.limit.contains("orders"), "{error}");
+            assert!(violation.limit.contains(told), "{error}");
+        }
     }
 
     #[test]

@@ -20,6 +20,7 @@ mod hanging;
 mod model;
 mod payment;
 mod relaying;
+mod remembering;
 mod sharing;
 mod strangers;
 mod support;

@@ -100,6 +100,8 @@ async fn sending_again_after_the_window_stores_it_twice_and_the_inbox_keeps_one_
     let url = shared_nats().await.url();
     let settings = stream::Config {
         duplicate_window: SECOND,
+        // Less than the inbox remembers.
+        max_age: 3_600 * SECOND,
         ..stream::Config::default()
     };
     let name = stream_with(&url, "window", settings).await;
