@@ -45,10 +45,22 @@ pub enum Fault {
 #[derive(Clone)]
 pub struct Callback(Arc<dyn Fn() + Send + Sync>);
 
+impl Callback {
+    pub(super) fn new(callback: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(callback))
+    }
+
+    /// Runs it, and then nothing any more.
+    pub(super) async fn crash<T>(&self) -> T {
+        (self.0)();
+        std::future::pending().await
+    }
+}
+
 impl Fault {
     /// A crash point: `callback` may set a [`Signal`] on which the test aborts the publishing task, or end the process.
     pub fn crash(callback: impl Fn() + Send + Sync + 'static) -> Self {
-        Self::Crash(Callback(Arc::new(callback)))
+        Self::Crash(Callback::new(callback))
     }
 }
 
@@ -222,9 +234,8 @@ impl<P: Publisher> Publisher for FaultyPublisher<P> {
                         let _ = answers.next();
                         outcome
                     }
-                    Some(Fault::Crash(Callback(callback))) if outcome.is_confirmed() => {
-                        callback();
-                        return std::future::pending().await;
+                    Some(Fault::Crash(callback)) if outcome.is_confirmed() => {
+                        return callback.crash().await;
                     }
                     _ => outcome,
                 });

@@ -1,4 +1,11 @@
-//! Tools for your own tests: a clock moved by hand, publishers that fail on command, and waiting without sleeping.
+//! Tools for your own tests: a consumer whose time is moved by hand, an inbox without a database, brokers and databases
+//! that fail on command, and waiting without sleeping.
+//!
+//! - [`TestConsumer`] runs your handler as it runs in production and tells what became of each message; rungs are waited on by
+//!   a [`ManualClock`], so in no time. `examples/handler_test.rs` shows it.
+//! - [`MemoryInbox`] is an inbox over a state of your own, for handlers that know no database.
+//! - [`FaultyPublisher`] and [`FaultyInbox`] let planned calls go wrong.
+//! - [`relay_all`] brings what your code enqueued to the broker.
 //!
 //! Nothing here belongs into production. Where a helper panics its documentation says so.
 //!
@@ -23,16 +30,68 @@
 //! # }
 //! ```
 
+mod broker;
 mod clock;
+mod consumer;
 mod faults;
+mod faulty_inbox;
+mod inbox;
+mod ledger;
 mod signal;
 
 use std::future::Future;
 use std::time::{Duration, Instant};
 
+use crate::broker::Publisher;
+use crate::error::Result;
+use crate::relay::Relay;
+use crate::store::OutboxStore;
+
+pub use broker::TestBroker;
 pub use clock::ManualClock;
+pub use consumer::TestConsumer;
 pub use faults::{Callback, Fault, FaultyPublisher};
+pub use faulty_inbox::{FaultyInbox, InboxCall, InboxFault};
+pub use inbox::{MemoryInbox, MemoryTransaction};
+pub use ledger::{Fate, Step};
 pub use signal::Signal;
+
+/// Longest wait of a helper, on the machine's clock. Only a test that fails waits so long.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs a relay until the outbox is empty: what your code enqueued is at the publisher then, a
+/// [`MemoryBroker`](crate::broker) or a [`TestBroker`] for example.
+///
+/// # Errors
+/// What the relay refuses to start with, or the error of a store that cannot be asked.
+///
+/// # Panics
+/// After a minute of real time: a message waits for its time, its destination, or an operator.
+#[allow(clippy::panic, reason = "a test that waits in vain has to fail")]
+pub async fn relay_all<S, P>(store: &S, publisher: P) -> Result<()>
+where
+    S: OutboxStore + Clone,
+    P: Publisher,
+{
+    let mut asked = Ok(());
+    let emptied = async {
+        loop {
+            match (store.pending(1).await, store.aside(1).await) {
+                (Ok(0), Ok(0)) => return,
+                (Ok(_), Ok(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
+                (Err(error), _) | (_, Err(error)) => {
+                    asked = Err(error);
+                    return;
+                }
+            }
+        }
+    };
+    let relay = Relay::new(store.clone(), publisher).run_until(emptied);
+    match tokio::time::timeout(PATIENCE, relay).await {
+        Ok(ended) => ended.and(asked),
+        Err(_) => panic!("waited {PATIENCE:?} in vain until the outbox is empty"),
+    }
+}
 
 /// Asks `condition` every few milliseconds until it is true.
 ///

@@ -15,6 +15,7 @@ mod dead_heads;
 mod destinations;
 mod failing;
 mod forms;
+mod handlers;
 mod handling;
 mod hanging;
 mod model;
