@@ -137,10 +137,15 @@ async fn an_inbox_that_forgets_before_its_source_does_is_refused_and_nothing_is_
 #[tokio::test]
 async fn every_source_is_asked() {
     let house = House::new().await;
+    house.broker.create_topic("returns", 1).unwrap();
+    let (two, asked) = consumer(&house, Retention::UntilSettled, |config| config);
+    let running = run(two.with_source("returns"), handler_fn((), effect));
+    running.stop().await.unwrap();
+    assert_eq!(loaded(&asked), 2);
     let (two, _) = consumer(&house, Retention::UntilSettled, |config| config);
-    let error = refused(two.with_source("returns")).await;
+    let error = refused(two.with_source("missing")).await;
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    assert!(error.to_string().contains("returns"), "{error}");
+    assert!(error.to_string().contains("missing"), "{error}");
 }
 
 #[tokio::test]
