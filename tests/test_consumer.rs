@@ -8,8 +8,8 @@
 )]
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -18,9 +18,9 @@ use relaybox::broker::{Publisher, Subscriber};
 use relaybox::clock::Clock;
 use relaybox::conformance::{Fixture, fresh};
 use relaybox::consumer::ConsumerConfig;
-use relaybox::store::{InboxStore, Recorded};
+use relaybox::store::{InboxStore, NoInbox, Recorded};
 use relaybox::testing::{
-    FaultyInbox, InboxCall, InboxFault, ManualClock, MemoryInbox, Signal, Step, TestBroker,
+    CrashPoint, FaultyInbox, InboxCall, InboxFault, ManualClock, MemoryInbox, Step, TestBroker,
     TestConsumer,
 };
 use relaybox::{
@@ -223,17 +223,17 @@ async fn a_crash_point_of_the_inbox_ends_the_consumer_and_another_goes_on() {
         (InboxCall::Record, "done"),
         (InboxCall::Commit, "crashed, duplicate"),
     ] {
-        let crash = Signal::new();
+        let crash = CrashPoint::new();
         let fault = InboxFault::crash({
             let crash = crash.clone();
-            move || crash.set()
+            move || crash.reach()
         });
         let mut bench =
             Bench::with(|inbox| FaultyInbox::new(inbox).with_fault(call, 1, fault)).await;
         bench.consumer.crash_on(&crash);
         assert_eq!(bench.fate(order("o-1", "")).await, fate, "{call:?}");
         assert_eq!(bench.booked(), once(&["o-1"]));
-        assert!(crash.is_set());
+        assert_eq!(crash.reached(), 1);
     }
 }
 
@@ -368,38 +368,40 @@ async fn faults_are_counted_for_each_call_and_happen_once() {
     let inbox = FaultyInbox::new(MemoryInbox::new(()))
         .with_fault(InboxCall::Begin, 2, InboxFault::Fail(ErrorKind::Busy))
         .with_fault(InboxCall::Commit, 1, InboxFault::LoseAnswer);
-    let id = MessageId::new("m");
     let mut transaction = inbox.begin().await.unwrap();
-    let recorded = inbox.record(&mut transaction, "c", &id).await.unwrap();
-    assert_eq!(recorded, Recorded::First);
+    let recorded = inbox.record(&mut transaction, "c", &["m"]).await.unwrap();
+    assert_eq!(recorded, [Recorded::First]);
     let error = inbox.commit(transaction).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     let error = inbox.begin().await.map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     let mut transaction = inbox.begin().await.unwrap();
-    let recorded = inbox.record(&mut transaction, "c", &id).await.unwrap();
+    let recorded = inbox.record(&mut transaction, "c", &["m"]).await.unwrap();
     assert_eq!(
         recorded,
-        Recorded::Duplicate,
+        [Recorded::Duplicate],
         "it was committed all the same"
     );
     inbox.rollback(transaction).await.unwrap();
     let calls = [InboxCall::Begin, InboxCall::Record, InboxCall::Commit];
     assert_eq!(calls.map(|call| inbox.calls(call)), [3, 2, 1]);
+    assert!(inbox.is_recorded("c", "m").await.unwrap());
+    assert!(inbox.remembers());
+    assert!(!FaultyInbox::new(NoInbox).remembers());
 }
 
 #[tokio::test]
 async fn a_memory_inbox_keeps_what_is_committed_and_nothing_else() {
+    use Recorded::{Duplicate, First};
     let inbox = MemoryInbox::new(Vec::new());
-    let id = MessageId::new("m");
-    for (commits, consumer, expected) in [
-        (false, "a", Recorded::First),
-        (true, "a", Recorded::First),
-        (true, "a", Recorded::Duplicate),
-        (true, "b", Recorded::First),
+    for (commits, consumer, keys, expected) in [
+        (false, "a", &["m", "m"], [First, Duplicate]),
+        (true, "a", &["m", "n"], [First, First]),
+        (true, "a", &["n", "o"], [Duplicate, First]),
+        (true, "b", &["m", "p"], [First, First]),
     ] {
         let mut transaction = inbox.begin().await.unwrap();
-        let recorded = inbox.record(&mut transaction, consumer, &id).await;
+        let recorded = inbox.record(&mut transaction, consumer, keys).await;
         assert_eq!(recorded.unwrap(), expected);
         MemoryInbox::connection(&mut transaction).push(consumer);
         if commits {
@@ -407,9 +409,17 @@ async fn a_memory_inbox_keeps_what_is_committed_and_nothing_else() {
         }
     }
     assert_eq!(inbox.state(), ["a", "a", "b"]);
-    assert_eq!(inbox.clean_up("a", Duration::ZERO, 10).await.unwrap(), 1);
+    assert!(inbox.is_recorded("a", "o").await.unwrap());
+    assert!(!inbox.is_recorded("b", "o").await.unwrap());
+    assert_eq!(inbox.clean_up("a", Duration::ZERO, 2).await.unwrap(), 2);
     assert_eq!(inbox.clean_up("b", 60 * SECOND, 10).await.unwrap(), 0);
-    assert_eq!(inbox.recorded(), 1);
+    assert_eq!(inbox.recorded(), 3);
+    for earlier in 0..2 {
+        assert_eq!(inbox.note_start("a", "m").await.unwrap(), earlier);
+    }
+    assert_eq!(inbox.note_start("b", "m").await.unwrap(), 0);
+    inbox.forget_starts("a", "m").await.unwrap();
+    assert_eq!(inbox.note_start("a", "m").await.unwrap(), 0);
 }
 
 #[tokio::test]
@@ -433,6 +443,119 @@ async fn transactions_of_a_memory_inbox_take_turns() {
         2,
         "the second began with what the first left"
     );
+}
+
+/// All or nothing: one that fails sends its batch back, to be handled each alone.
+#[tokio::test]
+async fn a_batch_that_fails_is_told_message_by_message() {
+    async fn book(sizes: &Sizes, bookings: &mut Bookings, batch: &[&Incoming]) -> Outcome {
+        sizes.lock().unwrap().push(batch.len());
+        for incoming in batch {
+            let id = incoming.message.id.to_string();
+            *bookings.entry(id).or_default() += 1;
+        }
+        let poisoned = |incoming: &&Incoming| incoming.message.event_type == "Poison";
+        match batch.iter().copied().any(|incoming| poisoned(&incoming)) {
+            true => Outcome::Permanent(Failure::new("pointless")),
+            false => Outcome::Done,
+        }
+    }
+    type Sizes = Arc<Mutex<Vec<usize>>>;
+    let clock = ManualClock::default();
+    let inbox = MemoryInbox::new(Bookings::new());
+    let (broker, store, sizes) = (broker(&clock), inbox.clone(), Sizes::default());
+    let make = move |broker| consumer(broker, store.clone());
+    let handler = handler_fn(Arc::clone(&sizes), book);
+    let started = TestConsumer::start_batches(broker, clock, make, 10, handler);
+    let mut consumer = started.await.unwrap();
+    let mut batch: Vec<_> = (0..5).map(|n| order(&format!("o-{n}"), "")).collect();
+    batch[2].event_type = "Poison".into();
+    let batch: Vec<_> = batch.into_iter().map(Into::into).collect();
+    let outcomes = consumer.broker().publish(&batch).await;
+    assert!(
+        outcomes
+            .iter()
+            .all(relaybox::broker::PublishOutcome::is_confirmed)
+    );
+    consumer.settle().await;
+    for n in 0..5 {
+        let fate = consumer.fate(&MessageId::new(format!("o-{n}")));
+        let expected = if n == 2 { "dead: permanent" } else { "done" };
+        assert_eq!(fate.to_string(), expected, "o-{n}");
+    }
+    assert_eq!(inbox.state().len(), 4);
+    assert!(inbox.state().values().all(|times| *times == 1));
+    let sizes = sizes.lock().unwrap();
+    assert!(sizes.iter().any(|size| *size > 1), "{sizes:?}");
+}
+
+/// Nothing to remember it by: neither a database nor a retention is asked for.
+#[tokio::test]
+async fn work_outside_of_transactions_is_told_too() {
+    async fn call(calls: &Arc<AtomicU32>, incoming: &Incoming) -> Outcome {
+        calls.fetch_add(1, Ordering::SeqCst);
+        match incoming.story.retry_count {
+            0 => Outcome::Retry(Failure::new("no answer")),
+            _ => Outcome::Done,
+        }
+    }
+    let clock = ManualClock::default();
+    let calls = Arc::default();
+    let make = |broker| consumer(broker, NoInbox);
+    let handler = handler_fn(Arc::clone(&calls), call);
+    let started = TestConsumer::start_outside(broker(&clock), clock, make, handler);
+    let mut consumer = started.await.unwrap();
+    for _ in 0..2 {
+        let fate = consumer.deliver(order("o-1", "")).await;
+        let expected = "retried on orders.billing.retry.5s, done";
+        assert_eq!((fate.to_string().as_str(), fate.attempts), (expected, 2));
+    }
+    assert_eq!(calls.load(Ordering::SeqCst), 4);
+}
+
+#[tokio::test]
+async fn a_message_that_kills_its_process_is_found_and_others_go_on() {
+    async fn kill(crash: &CrashPoint, bookings: &mut Bookings, incoming: &Incoming) -> Outcome {
+        let id = incoming.message.id.to_string();
+        if id == "deadly" {
+            crash.crash::<()>().await;
+        }
+        bookings.insert(id, 1);
+        Outcome::Done
+    }
+    let clock = ManualClock::default();
+    let (inbox, crash) = (MemoryInbox::new(Bookings::new()), CrashPoint::new());
+    let store = inbox.clone();
+    let make = move |broker| consumer(broker, store.clone());
+    let handler = handler_fn(crash.clone(), kill);
+    let started = TestConsumer::start(broker(&clock), clock, make, handler);
+    let mut consumer = started.await.unwrap();
+    consumer.crash_on(&crash);
+    for id in ["o-1", "deadly", "o-2"] {
+        consumer.send(order(id, "").with_key(id)).await;
+    }
+    consumer.settle().await;
+    let fate = consumer.fate(&MessageId::new("deadly"));
+    let end = fate.end();
+    assert!(matches!(end, Some(Step::Dead { reason, .. }) if reason == "retries-exhausted"));
+    assert!(fate.error().unwrap().starts_with("crash: "), "{fate:?}");
+    assert!(crash.reached() >= 3, "{fate}");
+    let booked: Vec<_> = inbox.state().into_iter().collect();
+    assert_eq!(booked, once(&["o-1", "o-2"]));
+}
+
+#[tokio::test]
+async fn most_messages_failing_makes_nobody_wait_for_the_guard() {
+    let mut bench = Bench::new().await;
+    for n in 0..110 {
+        let id = format!("o-{n}");
+        bench
+            .consumer
+            .send(order(&id, "poison").with_key(&id))
+            .await;
+    }
+    bench.consumer.settle().await;
+    assert_eq!(bench.consumer.dead_letters().len(), 110);
 }
 
 #[tokio::test]

@@ -235,9 +235,13 @@ impl<S: InboxStore> Consumer<S> {
         self.config.can_identify(&self.subscriber.capabilities())?;
         let request = self.request();
         no_circle(&request)?;
-        self.config
-            .outlasts(&*self.subscriber, &self.sources, self.ladder.duration())
-            .await?;
+        if self.store.remembers() {
+            let ladder = self.ladder.duration();
+            let asked = self
+                .config
+                .outlasts(&*self.subscriber, &self.sources, ladder);
+            asked.await?;
+        }
         self.store.check().await?;
         self.dead_letters.check(&self.name).await?;
         let copies: Vec<String> = rung_names(&request)

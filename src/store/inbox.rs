@@ -49,6 +49,11 @@ pub trait InboxStore: Send + Sync + 'static {
         usize::MAX
     }
 
+    /// Whether it remembers anything (default yes). Of a consumer whose inbox does not, nobody asks for how long.
+    fn remembers(&self) -> bool {
+        true
+    }
+
     /// Checks that the tables exist; errors as [`OutboxStore::check`](super::OutboxStore::check).
     fn check(&self) -> impl Future<Output = Result<()>> + Send;
 

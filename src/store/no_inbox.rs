@@ -21,6 +21,10 @@ impl InboxStore for NoInbox {
         "none"
     }
 
+    fn remembers(&self) -> bool {
+        false
+    }
+
     async fn check(&self) -> Result<()> {
         Ok(())
     }

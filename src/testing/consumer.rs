@@ -6,35 +6,35 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
 use time::OffsetDateTime;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::PATIENCE;
 use super::broker::{Book, TestBroker};
 use super::clock::ManualClock;
+use super::crash::CrashPoint;
 use super::ledger::{Fate, Next};
 use super::signal::Signal;
+use super::watching::{Pauses, Watching};
 use crate::broker::{Publisher, Subscriber};
 use crate::clock::Clock;
-use crate::consumer::{Consumer, Handler, Outcome};
-use crate::envelope::{Incoming, Outgoing};
+use crate::consumer::{BatchHandler, Consumer, Handler, OutsideHandler};
+use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result};
-use crate::message::{Message, MessageId};
+use crate::message::MessageId;
 use crate::store::InboxStore;
 
 /// How long nobody takes what is due before the clock is moved on to what is due next: an earlier message may be in its way.
 const BLOCKED: Duration = Duration::from_millis(100);
-/// Longest pause after trouble, on the machine's clock.
-const PAUSE_MAX: Duration = Duration::from_millis(5);
-/// What waits longer waits for the manual clock.
-const LONG: Duration = Duration::from_secs(60);
-
-type Start<B> = Box<dyn Fn(TestBroker<B>, Signal) -> BoxFuture<'static, Result<()>> + Send + Sync>;
+type Run = BoxFuture<'static, Result<()>>;
+type Start<B> = Box<dyn Fn(TestBroker<B>, Signal) -> Run + Send + Sync>;
 
 /// Runs a handler as a [`Consumer`] runs it, over any broker and inbox, and tells what became of each message.
 ///
 /// Time stands still but for what is waited for: as soon as the consumer has nothing to do before a message on a rung is due,
 /// the clock moves there. The broker needs the same clock for that. Pauses after trouble (a database that is away, a conflict,
-/// a copy that is not taken) are a few milliseconds; a handler's timeout is real time.
+/// a copy that is not taken, most attempts failing) pass by themselves, a thousand times as fast; a handler's timeout is real
+/// time.
 ///
 /// The consumer is made by a function, because one that dies is made anew, as a process that starts again.
 ///
@@ -82,7 +82,7 @@ pub struct TestConsumer<B> {
     broker: TestBroker<B>,
     start: Start<B>,
     running: Option<Running>,
-    crash_on: Option<Signal>,
+    crash_on: Option<watch::Receiver<u64>>,
 }
 
 struct Running {
@@ -114,17 +114,75 @@ impl<B: Publisher + Subscriber> TestConsumer<B> {
         S: InboxStore,
         H: Handler<S::Connection>,
     {
+        let run = |consumer: Consumer<S>, handler, stopped| {
+            Box::pin(consumer.run_until(handler, stopped)) as Run
+        };
+        Self::start_as(broker, clock, make, handler, run).await
+    }
+
+    /// As [`start`](Self::start), with a handler of batches. A message that is handled again alone counts one attempt more.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub async fn start_batches<S, H>(
+        broker: B,
+        clock: ManualClock,
+        make: impl Fn(TestBroker<B>) -> Consumer<S> + Send + Sync + 'static,
+        batch_max: usize,
+        handler: H,
+    ) -> Result<Self>
+    where
+        S: InboxStore,
+        H: BatchHandler<S::Connection>,
+    {
+        let run = move |consumer: Consumer<S>, handler, stopped| {
+            Box::pin(consumer.run_batches_until(batch_max, handler, stopped)) as Run
+        };
+        Self::start_as(broker, clock, make, handler, run).await
+    }
+
+    /// As [`start`](Self::start), with a handler that works outside of any transaction.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub async fn start_outside<S, H>(
+        broker: B,
+        clock: ManualClock,
+        make: impl Fn(TestBroker<B>) -> Consumer<S> + Send + Sync + 'static,
+        handler: H,
+    ) -> Result<Self>
+    where
+        S: InboxStore,
+        H: OutsideHandler,
+    {
+        let run = |consumer: Consumer<S>, handler, stopped| {
+            Box::pin(consumer.run_outside_until(handler, stopped)) as Run
+        };
+        Self::start_as(broker, clock, make, handler, run).await
+    }
+
+    async fn start_as<S, H>(
+        broker: B,
+        clock: ManualClock,
+        make: impl Fn(TestBroker<B>) -> Consumer<S> + Send + Sync + 'static,
+        handler: H,
+        run: impl Fn(Consumer<S>, Watching<H>, BoxFuture<'static, ()>) -> Run + Send + Sync + 'static,
+    ) -> Result<Self>
+    where
+        S: InboxStore,
+        H: Send + Sync + 'static,
+    {
         let book = Book::new(clock);
         let handler = Arc::new(handler);
         let of_start = Arc::clone(&book);
         let start: Start<B> = Box::new(move |broker, stop| {
-            let consumer = make(broker).with_clock(Pauses(of_start.clock.clone()));
-            let handler = Watching {
-                handler: Arc::clone(&handler),
-                book: Arc::clone(&of_start),
-            };
-            let stopped = async move { stop.wait().await };
-            Box::pin(consumer.run_until(handler, stopped))
+            let consumer = make(broker).with_clock(Pauses::of(of_start.clock.clone()));
+            let handler = Watching::new(&handler, &of_start);
+            run(
+                consumer,
+                handler,
+                Box::pin(async move { stop.wait().await }),
+            )
         });
         let mut consumer = Self {
             broker: TestBroker::new(broker, &book),
@@ -219,10 +277,9 @@ impl<B: Publisher + Subscriber> TestConsumer<B> {
         self.book.ledger().dies = true;
     }
 
-    /// Lets the consumer die once `signal` is set, for example by [`InboxFault::crash`](super::InboxFault::crash). Another one
-    /// takes over.
-    pub fn crash_on(&mut self, signal: &Signal) {
-        self.crash_on = Some(signal.clone());
+    /// Lets the consumer die each time that `point` is reached from now on. Another one takes over.
+    pub fn crash_on(&mut self, point: &CrashPoint) {
+        self.crash_on = Some(point.watch());
     }
 
     /// Stops as a service does, and returns how the consumer ended.
@@ -266,7 +323,6 @@ impl<B: Publisher + Subscriber> TestConsumer<B> {
         reason = "a test whose consumer cannot start has to fail"
     )]
     async fn crash(&mut self) {
-        self.crash_on = None;
         if let Some(mut running) = self.running.take() {
             running.task.abort();
             let _ = (&mut running.task).await;
@@ -318,18 +374,25 @@ impl<B: Publisher + Subscriber> TestConsumer<B> {
             .advance(Duration::try_from(ahead).unwrap_or_default());
     }
 
-    fn is_dead(&self) -> bool {
-        let signalled = self.crash_on.as_ref().is_some_and(Signal::is_set);
-        std::mem::take(&mut self.book.ledger().died) || signalled
+    fn is_dead(&mut self) -> bool {
+        let point = self.crash_on.as_mut();
+        let reached = point.is_some_and(|point| {
+            let reached = point.has_changed().unwrap_or(false);
+            point.mark_unchanged();
+            reached
+        });
+        std::mem::take(&mut self.book.ledger().died) || reached
     }
 
     /// Waits for a change; whether there was one in time.
     async fn wait(&self, started: Instant, most: Duration) -> bool {
         let crash = async {
-            match &self.crash_on {
-                Some(signal) => signal.wait().await,
-                None => std::future::pending().await,
+            if let Some(mut point) = self.crash_on.clone()
+                && point.changed().await.is_ok()
+            {
+                return;
             }
+            std::future::pending().await
         };
         let changed = async {
             tokio::select! {
@@ -370,37 +433,4 @@ async fn end_of(mut running: Running) -> Result<()> {
         let error = Error::new(ErrorKind::Other, "consume", "the consumer panicked");
         Err(error.with_source(join))
     })
-}
-
-/// The consumer's clock: rungs wait for the manual one, pauses after trouble pass quickly and by themselves.
-#[derive(Debug)]
-struct Pauses(ManualClock);
-
-impl Clock for Pauses {
-    fn now(&self) -> OffsetDateTime {
-        self.0.now()
-    }
-
-    fn sleep(&self, duration: Duration) -> BoxFuture<'static, ()> {
-        if duration >= LONG {
-            return self.0.sleep(duration);
-        }
-        Box::pin(tokio::time::sleep(duration.min(PAUSE_MAX)))
-    }
-}
-
-/// Writes down what the handler says.
-struct Watching<H> {
-    handler: Arc<H>,
-    book: Arc<Book>,
-}
-
-impl<C: Send, H: Handler<C>> Handler<C> for Watching<H> {
-    async fn handle(&self, connection: &mut C, incoming: &Incoming) -> Outcome {
-        let Message { id, .. } = &incoming.message;
-        self.book.write(|ledger| ledger.called(id));
-        let outcome = self.handler.handle(connection, incoming).await;
-        self.book.write(|ledger| ledger.answered(id, &outcome));
-        outcome
-    }
 }

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use super::faults::Callback;
 use crate::error::{Error, ErrorKind, Result};
-use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded};
 
 /// The calls of an inbox that can be made to fail.
@@ -18,7 +17,7 @@ use crate::store::{InboxStore, Recorded};
 pub enum InboxCall {
     /// Opening a transaction.
     Begin,
-    /// Recording an id.
+    /// Recording the keys of a batch.
     Record,
     /// Committing.
     Commit,
@@ -39,7 +38,7 @@ pub enum InboxFault {
 }
 
 impl InboxFault {
-    /// A crash point: `callback` may set a [`Signal`](super::Signal) on which the test ends the consumer.
+    /// A crash point: `callback` may [reach](super::CrashPoint::reach) the point at which the test lets the consumer die.
     pub fn crash(callback: impl Fn() + Send + Sync + 'static) -> Self {
         Self::Crash(Callback::new(callback))
     }
@@ -141,6 +140,10 @@ impl<S: InboxStore> InboxStore for FaultyInbox<S> {
         self.inner.concurrency_max()
     }
 
+    fn remembers(&self) -> bool {
+        self.inner.remembers()
+    }
+
     async fn check(&self) -> Result<()> {
         self.inner.check().await
     }
@@ -161,14 +164,26 @@ impl<S: InboxStore> InboxStore for FaultyInbox<S> {
         &self,
         transaction: &mut Self::Transaction,
         consumer: &str,
-        id: &MessageId,
-    ) -> Result<Recorded> {
+        keys: &[&str],
+    ) -> Result<Vec<Recorded>> {
         let fault = self.fault(InboxCall::Record);
         if let Some(error) = before(fault, "record") {
             return Err(error);
         }
-        let recorded = self.inner.record(transaction, consumer, id).await?;
+        let recorded = self.inner.record(transaction, consumer, keys).await?;
         after(fault, "record", recorded).await
+    }
+
+    async fn is_recorded(&self, consumer: &str, key: &str) -> Result<bool> {
+        self.inner.is_recorded(consumer, key).await
+    }
+
+    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
+        self.inner.note_start(consumer, key).await
+    }
+
+    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
+        self.inner.forget_starts(consumer, key).await
     }
 
     async fn commit(&self, transaction: Self::Transaction) -> Result<()> {

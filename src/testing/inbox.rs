@@ -1,6 +1,6 @@
 //! An inbox without a database.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error as StdError;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use tokio::sync::OwnedMutexGuard;
 
 use crate::error::{ErrorKind, Result};
-use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded};
 
 /// An inbox in memory, in which a handler works on a `C` of yours: a fake repository, a map, a list of calls.
 ///
 /// A transaction is a copy: its handler changes a clone of what was committed last, a commit puts the clone in its place
-/// together with the recorded id, and anything else throws it away. Transactions run one after the other.
+/// together with the recorded keys, and anything else throws it away. Transactions run one after the other.
 ///
 /// So what a clone shares with its original (an `Arc`, a channel) is outside the transaction, as a call to another service
 /// would be: it is not rolled back. A clone of the inbox is the same inbox.
@@ -46,13 +45,22 @@ struct Shared<C> {
 
 struct Kept<C> {
     state: C,
-    records: BTreeMap<(String, MessageId), Instant>,
+    records: BTreeMap<Record, Instant>,
+    /// How often work began on a message that may have ended its process. Kept until it is forgotten.
+    starts: BTreeMap<Record, u32>,
+}
+
+/// A consumer and a key.
+type Record = (String, String);
+
+fn of(consumer: &str, key: &str) -> Record {
+    (consumer.to_owned(), key.to_owned())
 }
 
 /// An open transaction of a [`MemoryInbox`].
 pub struct MemoryTransaction<C> {
     state: C,
-    records: Vec<(String, MessageId)>,
+    records: BTreeSet<Record>,
     _turn: OwnedMutexGuard<()>,
 }
 
@@ -63,6 +71,7 @@ impl<C> MemoryInbox<C> {
         let kept = Kept {
             state,
             records: BTreeMap::new(),
+            starts: BTreeMap::new(),
         };
         Self {
             shared: Arc::new(Shared {
@@ -81,7 +90,7 @@ impl<C> MemoryInbox<C> {
         self.kept().state.clone()
     }
 
-    /// How many ids are recorded, of all consumers.
+    /// How many keys are recorded, of all consumers.
     #[must_use]
     pub fn recorded(&self) -> usize {
         self.kept().records.len()
@@ -132,7 +141,7 @@ impl<C: Clone + Send + 'static> InboxStore for MemoryInbox<C> {
         let turn = Arc::clone(&self.shared.turn).lock_owned().await;
         Ok(MemoryTransaction {
             state: self.kept().state.clone(),
-            records: Vec::new(),
+            records: BTreeSet::new(),
             _turn: turn,
         })
     }
@@ -145,14 +154,32 @@ impl<C: Clone + Send + 'static> InboxStore for MemoryInbox<C> {
         &self,
         transaction: &mut Self::Transaction,
         consumer: &str,
-        id: &MessageId,
-    ) -> Result<Recorded> {
-        let record = (consumer.to_owned(), id.clone());
-        if transaction.records.contains(&record) || self.kept().records.contains_key(&record) {
-            return Ok(Recorded::Duplicate);
-        }
-        transaction.records.push(record);
-        Ok(Recorded::First)
+        keys: &[&str],
+    ) -> Result<Vec<Recorded>> {
+        let kept = self.kept();
+        let record = |key: &&str| {
+            let record = of(consumer, key);
+            let is_new = !kept.records.contains_key(&record) && transaction.records.insert(record);
+            Recorded::first(is_new)
+        };
+        Ok(keys.iter().map(record).collect())
+    }
+
+    async fn is_recorded(&self, consumer: &str, key: &str) -> Result<bool> {
+        Ok(self.kept().records.contains_key(&of(consumer, key)))
+    }
+
+    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
+        let mut kept = self.kept();
+        let starts = kept.starts.entry(of(consumer, key)).or_default();
+        let earlier = *starts;
+        *starts = starts.saturating_add(1);
+        Ok(earlier)
+    }
+
+    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
+        self.kept().starts.remove(&of(consumer, key));
+        Ok(())
     }
 
     async fn commit(&self, transaction: Self::Transaction) -> Result<()> {
@@ -175,9 +202,7 @@ impl<C: Clone + Send + 'static> InboxStore for MemoryInbox<C> {
 
     async fn clean_up(&self, consumer: &str, age: Duration, rows_max: usize) -> Result<u64> {
         let mut kept = self.kept();
-        let old = |((of, _), at): &(&(String, MessageId), &Instant)| {
-            of == consumer && at.elapsed() >= age
-        };
+        let old = |((of, _), at): &(&Record, &Instant)| of == consumer && at.elapsed() >= age;
         let old: Vec<_> = kept.records.iter().filter(old).take(rows_max).collect();
         let old: Vec<_> = old.into_iter().map(|(record, _)| record.clone()).collect();
         for record in &old {

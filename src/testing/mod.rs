@@ -33,11 +33,13 @@
 mod broker;
 mod clock;
 mod consumer;
+mod crash;
 mod faults;
 mod faulty_inbox;
 mod inbox;
 mod ledger;
 mod signal;
+mod watching;
 
 use std::future::Future;
 use std::time::{Duration, Instant};
@@ -50,6 +52,7 @@ use crate::store::OutboxStore;
 pub use broker::TestBroker;
 pub use clock::ManualClock;
 pub use consumer::TestConsumer;
+pub use crash::CrashPoint;
 pub use faults::{Callback, Fault, FaultyPublisher};
 pub use faulty_inbox::{FaultyInbox, InboxCall, InboxFault};
 pub use inbox::{MemoryInbox, MemoryTransaction};

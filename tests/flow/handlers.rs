@@ -9,7 +9,7 @@ use relaybox::ladder::Ladder;
 use relaybox::outbox::Outbox;
 use relaybox::store::sqlite::SqliteStore;
 use relaybox::testing::{
-    FaultyInbox, InboxCall, InboxFault, ManualClock, Signal, TestConsumer, relay_all,
+    CrashPoint, FaultyInbox, InboxCall, InboxFault, ManualClock, TestConsumer, relay_all,
 };
 use relaybox::{ErrorKind, Message};
 use sqlx::sqlite::SqliteConnection;
@@ -77,10 +77,10 @@ async fn what_a_handler_wrote_and_enqueued_is_there_once() {
 /// The first commit is of the second attempt.
 #[tokio::test]
 async fn trouble_of_a_real_database_doubles_nothing() {
-    let crash = Signal::new();
+    let crash = CrashPoint::new();
     let crashing = InboxFault::crash({
         let crash = crash.clone();
-        move || crash.set()
+        move || crash.reach()
     });
     let climbed = "retried on orders.billing.retry.10m";
     for (call, fault, fate) in [

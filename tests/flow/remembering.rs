@@ -14,11 +14,12 @@ use relaybox::broker::{
 use relaybox::consumer::{Consumer, ConsumerConfig, Outcome, handler_fn};
 use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::Ladder;
+use relaybox::store::NoInbox;
 use relaybox::store::sqlite::SqliteStore;
 use relaybox::{Error, ErrorKind, Result};
 use sqlx::sqlite::SqliteConnection;
 
-use super::support::{House, loaded, numbered, quick, run, write_effect};
+use super::support::{House, Running, loaded, numbered, quick, run, write_effect};
 
 const HOUR: Duration = Duration::from_secs(3_600);
 
@@ -199,4 +200,23 @@ async fn unchecked_topology_asks_for_no_retention() {
     house.consumed("billing", "orders").await;
     running.stop().await.unwrap();
     assert_eq!(loaded(&asked), 0);
+}
+
+#[tokio::test]
+async fn a_consumer_that_remembers_nothing_asks_for_no_retention() {
+    async fn call(_: &(), _: &Incoming) -> Outcome {
+        Outcome::Done
+    }
+    let house = House::new().await;
+    house.publish(&numbered("k", "m", 1)).await;
+    let broker = Keeping {
+        inner: house.broker.clone(),
+        retention: Retention::Unbounded,
+        asked: Arc::default(),
+    };
+    let consumer = Consumer::new("billing", "orders", broker, NoInbox);
+    let handler = handler_fn((), call);
+    let running = Running::start(|stop| consumer.run_outside_until(handler, stop));
+    house.consumed("billing", "orders").await;
+    running.stop().await.unwrap();
 }
