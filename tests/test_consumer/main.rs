@@ -8,17 +8,14 @@
 )]
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
 use relaybox::broker::memory::{MemoryBroker, MemoryConfig};
-use relaybox::broker::{Publisher, Subscriber};
 use relaybox::clock::Clock;
-use relaybox::conformance::{Fixture, fresh};
 use relaybox::consumer::ConsumerConfig;
-use relaybox::store::{InboxStore, NoInbox, Recorded};
+use relaybox::store::InboxStore;
 use relaybox::testing::{
     CrashPoint, FaultyInbox, InboxCall, InboxFault, ManualClock, MemoryInbox, Step, TestBroker,
     TestConsumer,
@@ -26,6 +23,10 @@ use relaybox::testing::{
 use relaybox::{
     Consumer, ErrorKind, Failure, Incoming, Ladder, Message, MessageId, Outcome, handler_fn,
 };
+
+mod between;
+mod forms;
+mod inboxes;
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -314,234 +315,6 @@ async fn many_messages_at_once_on_many_threads_each_have_their_fate() {
         assert_eq!(booked, (!dead).then_some(1), "{id} {payload}: {fate}");
         assert!(fate.attempts > 0, "{id} {payload}: {fate}");
     }
-}
-
-/// What stands between a consumer under test and its broker keeps all the rules of a broker.
-struct Between {
-    broker: MemoryBroker,
-    _consumer: TestConsumer<MemoryBroker>,
-    seen: TestBroker<MemoryBroker>,
-}
-
-impl Between {
-    async fn new() -> Self {
-        let broker = MemoryBroker::new();
-        broker.create_topic("orders", 1).unwrap();
-        let inbox = MemoryInbox::new(Bookings::new());
-        let make = move |broker| consumer(broker, inbox.clone());
-        let handler = handler_fn(Arc::default(), obey);
-        let clock = ManualClock::default();
-        let consumer = TestConsumer::start(broker.clone(), clock, make, handler);
-        let consumer = consumer.await.unwrap();
-        Self {
-            broker,
-            seen: consumer.broker(),
-            _consumer: consumer,
-        }
-    }
-}
-
-impl Fixture for Between {
-    fn topic(&self, partitions: usize) -> BoxFuture<'_, String> {
-        let name = fresh("topic");
-        self.broker.create_topic(&name, partitions).unwrap();
-        Box::pin(async { name })
-    }
-
-    fn publisher(&self) -> Arc<dyn Publisher> {
-        Arc::new(self.seen.clone())
-    }
-
-    fn subscriber(&self) -> Arc<dyn Subscriber> {
-        Arc::new(self.seen.clone())
-    }
-}
-
-mod between {
-    use super::Between;
-
-    relaybox::broker_tests!(Between::new().await);
-}
-
-#[tokio::test]
-async fn faults_are_counted_for_each_call_and_happen_once() {
-    let inbox = FaultyInbox::new(MemoryInbox::new(()))
-        .with_fault(InboxCall::Begin, 2, InboxFault::Fail(ErrorKind::Busy))
-        .with_fault(InboxCall::Commit, 1, InboxFault::LoseAnswer);
-    let mut transaction = inbox.begin().await.unwrap();
-    let recorded = inbox.record(&mut transaction, "c", &["m"]).await.unwrap();
-    assert_eq!(recorded, [Recorded::First]);
-    let error = inbox.commit(transaction).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    let error = inbox.begin().await.map(drop).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Busy);
-    let mut transaction = inbox.begin().await.unwrap();
-    let recorded = inbox.record(&mut transaction, "c", &["m"]).await.unwrap();
-    assert_eq!(
-        recorded,
-        [Recorded::Duplicate],
-        "it was committed all the same"
-    );
-    inbox.rollback(transaction).await.unwrap();
-    let calls = [InboxCall::Begin, InboxCall::Record, InboxCall::Commit];
-    assert_eq!(calls.map(|call| inbox.calls(call)), [3, 2, 1]);
-    assert!(inbox.is_recorded("c", "m").await.unwrap());
-    assert!(inbox.remembers());
-    assert!(!FaultyInbox::new(NoInbox).remembers());
-}
-
-#[tokio::test]
-async fn a_memory_inbox_keeps_what_is_committed_and_nothing_else() {
-    use Recorded::{Duplicate, First};
-    let inbox = MemoryInbox::new(Vec::new());
-    for (commits, consumer, keys, expected) in [
-        (false, "a", &["m", "m"], [First, Duplicate]),
-        (true, "a", &["m", "n"], [First, First]),
-        (true, "a", &["n", "o"], [Duplicate, First]),
-        (true, "b", &["m", "p"], [First, First]),
-    ] {
-        let mut transaction = inbox.begin().await.unwrap();
-        let recorded = inbox.record(&mut transaction, consumer, keys).await;
-        assert_eq!(recorded.unwrap(), expected);
-        MemoryInbox::connection(&mut transaction).push(consumer);
-        if commits {
-            inbox.commit(transaction).await.unwrap();
-        }
-    }
-    assert_eq!(inbox.state(), ["a", "a", "b"]);
-    assert!(inbox.is_recorded("a", "o").await.unwrap());
-    assert!(!inbox.is_recorded("b", "o").await.unwrap());
-    assert_eq!(inbox.clean_up("a", Duration::ZERO, 2).await.unwrap(), 2);
-    assert_eq!(inbox.clean_up("b", 60 * SECOND, 10).await.unwrap(), 0);
-    assert_eq!(inbox.recorded(), 3);
-    for earlier in 0..2 {
-        assert_eq!(inbox.note_start("a", "m").await.unwrap(), earlier);
-    }
-    assert_eq!(inbox.note_start("b", "m").await.unwrap(), 0);
-    inbox.forget_starts("a", "m").await.unwrap();
-    assert_eq!(inbox.note_start("a", "m").await.unwrap(), 0);
-}
-
-#[tokio::test]
-async fn transactions_of_a_memory_inbox_take_turns() {
-    let inbox = MemoryInbox::new(0);
-    let mut first = inbox.begin().await.unwrap();
-    let second = tokio::spawn({
-        let inbox = inbox.clone();
-        async move {
-            let mut second = inbox.begin().await.unwrap();
-            *MemoryInbox::connection(&mut second) += 1;
-            inbox.commit(second).await
-        }
-    });
-    tokio::task::yield_now().await;
-    *MemoryInbox::connection(&mut first) += 1;
-    inbox.commit(first).await.unwrap();
-    second.await.unwrap().unwrap();
-    assert_eq!(
-        inbox.state(),
-        2,
-        "the second began with what the first left"
-    );
-}
-
-/// All or nothing: one that fails sends its batch back, to be handled each alone.
-#[tokio::test]
-async fn a_batch_that_fails_is_told_message_by_message() {
-    async fn book(sizes: &Sizes, bookings: &mut Bookings, batch: &[&Incoming]) -> Outcome {
-        sizes.lock().unwrap().push(batch.len());
-        for incoming in batch {
-            let id = incoming.message.id.to_string();
-            *bookings.entry(id).or_default() += 1;
-        }
-        let poisoned = |incoming: &&Incoming| incoming.message.event_type == "Poison";
-        match batch.iter().copied().any(|incoming| poisoned(&incoming)) {
-            true => Outcome::Permanent(Failure::new("pointless")),
-            false => Outcome::Done,
-        }
-    }
-    type Sizes = Arc<Mutex<Vec<usize>>>;
-    let clock = ManualClock::default();
-    let inbox = MemoryInbox::new(Bookings::new());
-    let (broker, store, sizes) = (broker(&clock), inbox.clone(), Sizes::default());
-    let make = move |broker| consumer(broker, store.clone());
-    let handler = handler_fn(Arc::clone(&sizes), book);
-    let started = TestConsumer::start_batches(broker, clock, make, 10, handler);
-    let mut consumer = started.await.unwrap();
-    let mut batch: Vec<_> = (0..5).map(|n| order(&format!("o-{n}"), "")).collect();
-    batch[2].event_type = "Poison".into();
-    let batch: Vec<_> = batch.into_iter().map(Into::into).collect();
-    let outcomes = consumer.broker().publish(&batch).await;
-    assert!(
-        outcomes
-            .iter()
-            .all(relaybox::broker::PublishOutcome::is_confirmed)
-    );
-    consumer.settle().await;
-    for n in 0..5 {
-        let fate = consumer.fate(&MessageId::new(format!("o-{n}")));
-        let expected = if n == 2 { "dead: permanent" } else { "done" };
-        assert_eq!(fate.to_string(), expected, "o-{n}");
-    }
-    assert_eq!(inbox.state().len(), 4);
-    assert!(inbox.state().values().all(|times| *times == 1));
-    let sizes = sizes.lock().unwrap();
-    assert!(sizes.iter().any(|size| *size > 1), "{sizes:?}");
-}
-
-/// Nothing to remember it by: neither a database nor a retention is asked for.
-#[tokio::test]
-async fn work_outside_of_transactions_is_told_too() {
-    async fn call(calls: &Arc<AtomicU32>, incoming: &Incoming) -> Outcome {
-        calls.fetch_add(1, Ordering::SeqCst);
-        match incoming.story.retry_count {
-            0 => Outcome::Retry(Failure::new("no answer")),
-            _ => Outcome::Done,
-        }
-    }
-    let clock = ManualClock::default();
-    let calls = Arc::default();
-    let make = |broker| consumer(broker, NoInbox);
-    let handler = handler_fn(Arc::clone(&calls), call);
-    let started = TestConsumer::start_outside(broker(&clock), clock, make, handler);
-    let mut consumer = started.await.unwrap();
-    for _ in 0..2 {
-        let fate = consumer.deliver(order("o-1", "")).await;
-        let expected = "retried on orders.billing.retry.5s, done";
-        assert_eq!((fate.to_string().as_str(), fate.attempts), (expected, 2));
-    }
-    assert_eq!(calls.load(Ordering::SeqCst), 4);
-}
-
-#[tokio::test]
-async fn a_message_that_kills_its_process_is_found_and_others_go_on() {
-    async fn kill(crash: &CrashPoint, bookings: &mut Bookings, incoming: &Incoming) -> Outcome {
-        let id = incoming.message.id.to_string();
-        if id == "deadly" {
-            crash.crash::<()>().await;
-        }
-        bookings.insert(id, 1);
-        Outcome::Done
-    }
-    let clock = ManualClock::default();
-    let (inbox, crash) = (MemoryInbox::new(Bookings::new()), CrashPoint::new());
-    let store = inbox.clone();
-    let make = move |broker| consumer(broker, store.clone());
-    let handler = handler_fn(crash.clone(), kill);
-    let started = TestConsumer::start(broker(&clock), clock, make, handler);
-    let mut consumer = started.await.unwrap();
-    consumer.crash_on(&crash);
-    for id in ["o-1", "deadly", "o-2"] {
-        consumer.send(order(id, "").with_key(id)).await;
-    }
-    consumer.settle().await;
-    let fate = consumer.fate(&MessageId::new("deadly"));
-    let end = fate.end();
-    assert!(matches!(end, Some(Step::Dead { reason, .. }) if reason == "retries-exhausted"));
-    assert!(fate.error().unwrap().starts_with("crash: "), "{fate:?}");
-    assert!(crash.reached() >= 3, "{fate}");
-    let booked: Vec<_> = inbox.state().into_iter().collect();
-    assert_eq!(booked, once(&["o-1", "o-2"]));
 }
 
 #[tokio::test]
