@@ -27,6 +27,18 @@ struct Book {
     progress: Progress,
     /// Deliveries queued or handed over, and not settled.
     outstanding: usize,
+    /// One past the highest offset that was handed over.
+    handed_over: Option<i64>,
+    /// Whether one was dropped unsettled after the end: what became of its work nobody knows.
+    has_dropped: bool,
+}
+
+/// How an assignment stands at its end.
+pub(super) struct Standing {
+    /// Where a successor goes on. `None` if nothing was received.
+    pub(super) point: Option<i64>,
+    /// One past the last offset that may be in work, if any may.
+    pub(super) in_work: Option<i64>,
 }
 
 impl Holding {
@@ -53,6 +65,20 @@ impl Holding {
 
     pub(super) fn commit_point(&self) -> Option<i64> {
         self.book().progress.commit_point()
+    }
+
+    /// See [`Progress::next`].
+    pub(super) fn next(&self) -> Option<i64> {
+        self.book().progress.next()
+    }
+
+    pub(super) fn standing(&self) -> Standing {
+        let book = self.book();
+        let may_be_in_work = book.outstanding > 0 || book.has_dropped;
+        Standing {
+            point: book.progress.next(),
+            in_work: book.handed_over.filter(|_| may_be_in_work),
+        }
     }
 
     pub(super) fn tracked(&self) -> usize {
@@ -86,6 +112,8 @@ struct State {
     away: Vec<(Instant, Item)>,
     /// A report for the receiver.
     report: Option<Error>,
+    /// A commit was confirmed and nobody has looked since.
+    committed: bool,
     end: Option<End>,
 }
 
@@ -135,6 +163,24 @@ impl Desk {
         if !self.has_room_in(&state) {
             drop(self.settled.wait_timeout(state, within));
         }
+    }
+
+    /// Waits until a commit is confirmed. Settlements end it too.
+    pub(super) fn wait_for_commit(&self, within: Duration) {
+        let mut state = self.state();
+        if !state.committed {
+            state = self
+                .settled
+                .wait_timeout(state, within)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        state.committed = false;
+    }
+
+    pub(super) fn committed(&self) {
+        self.state().committed = true;
+        self.settled.notify_all();
     }
 
     /// Lays out a delivery. The thread asks for [room](Self::has_room) before it polls.
@@ -258,6 +304,11 @@ impl Desk {
         if state.end.is_none() && !state.queue.is_empty() {
             let count = count_max.min(state.queue.len());
             let items: Vec<Item> = state.queue.drain(..count).collect();
+            // Under the lock: who looks how far it came must not miss these.
+            for item in &items {
+                let mut book = item.holding.book();
+                book.handed_over = book.handed_over.max(Some(item.offset + 1));
+            }
             drop(state);
             return Some(Ok(items.into_iter().map(|i| self.deliver(i)).collect()));
         }
@@ -296,6 +347,16 @@ impl Desk {
         drop(state);
         self.settled.notify_all();
         self.arrived.notify_one();
+    }
+
+    /// Before the end a delivery that is dropped is given back. After it, a holder that took its leave without a word may
+    /// have been cut off in the middle of the work.
+    fn dropped(&self, item: Item) {
+        if item.holding.is_current() && self.has_ended() {
+            item.holding.book().has_dropped = true;
+        }
+        let delay = Duration::ZERO;
+        self.settle(item, Settlement::Release { delay });
     }
 
     fn settle(&self, mut item: Item, settlement: Settlement) {
@@ -364,8 +425,7 @@ impl Receipt for Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         if let Some(item) = self.item.take() {
-            let delay = Duration::ZERO;
-            self.desk.settle(item, Settlement::Release { delay });
+            self.desk.dropped(item);
         }
     }
 }

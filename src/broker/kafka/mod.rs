@@ -30,6 +30,8 @@
 //! ```
 
 mod batch;
+mod commits;
+mod committer;
 mod config;
 mod context;
 mod control;
@@ -144,7 +146,9 @@ impl Publisher for Kafka {
 
 impl Subscriber for Kafka {
     fn capabilities(&self) -> SubscriberCapabilities {
-        SubscriberCapabilities::new("kafka")
+        let mut capabilities = SubscriberCapabilities::new("kafka");
+        capabilities.marks_redelivery = true;
+        capabilities
     }
 
     fn subscribe(

@@ -56,6 +56,12 @@ impl Progress {
         self.commit_point
     }
 
+    /// Where a successor starts, also before anything is finished: then at the first that was received.
+    pub(super) fn next(&self) -> Option<i64> {
+        self.commit_point
+            .or_else(|| self.entries.front().map(|entry| entry.offset))
+    }
+
     /// How many offsets are kept in memory: all since the first unfinished one.
     pub(super) fn tracked(&self) -> usize {
         self.entries.len()

@@ -5,6 +5,9 @@ use rdkafka::ClientConfig;
 use super::config::{CLIENT_BYTES_MAX, ENVELOPE_BYTES_MAX, KafkaConfig};
 use crate::error::{Error, Result};
 
+/// How long the client waits before it fetches again, once enough is fetched ahead.
+const FETCH_PAUSE: &str = "fetch.queue.backoff.ms";
+
 impl KafkaConfig {
     fn base(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
@@ -73,14 +76,11 @@ impl KafkaConfig {
         let mut config = self.asking();
         config
             .set("group.id", group)
-            .set("enable.auto.commit", "true")
+            // Each commit carries a mark, and deliveries wait for its confirmation: neither can the client's timer do.
+            .set("enable.auto.commit", "false")
             .set("enable.auto.offset.store", "false")
             .set("auto.offset.reset", "earliest")
             .set("isolation.level", "read_committed")
-            .set(
-                "auto.commit.interval.ms",
-                self.commit_interval.as_millis().to_string(),
-            )
             .set(
                 "max.poll.interval.ms",
                 self.poll_interval_max.as_millis().to_string(),
@@ -90,6 +90,11 @@ impl KafkaConfig {
                 "queued.max.messages.kbytes",
                 (self.prefetch_bytes_max / 1_024).to_string(),
             );
+        // The client's default of 1 s is made for a hundred times as much fetched ahead: ours is worked off long before
+        // the next fetch then, and nothing comes for the rest of the second.
+        if !self.properties.contains_key(FETCH_PAUSE) {
+            config.set(FETCH_PAUSE, "20");
+        }
         if let Some(id) = &self.instance_id {
             config.set("group.instance.id", id);
         }
@@ -200,4 +205,17 @@ pub(super) fn allowed(key: &str) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_fetch_comes_soon_unless_the_user_says_otherwise() {
+        let config = KafkaConfig::new("localhost:9092");
+        assert_eq!(config.consumer("g").get(FETCH_PAUSE), Some("20"));
+        let slower = config.with_property(FETCH_PAUSE, "500");
+        assert_eq!(slower.consumer("g").get(FETCH_PAUSE), Some("500"));
+    }
 }

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
 use rdkafka::Message as _;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
+use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use tokio::sync::oneshot;
 
+use super::committer;
 use super::config::KafkaConfig;
 use super::context::Context;
 use super::control::{Control, create_with};
@@ -28,8 +29,6 @@ const SHORT_TURN: Duration = Duration::from_millis(20);
 const PATIENCE: Duration = Duration::from_millis(500);
 /// How often due messages and pauses are looked at, at most.
 const TEND_INTERVAL: Duration = Duration::from_millis(5);
-/// How often finished prefixes are handed to the client.
-const STORE_INTERVAL: Duration = Duration::from_millis(100);
 /// Between two warnings about the same trouble.
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -66,10 +65,7 @@ pub(super) async fn subscribe(
     std::thread::Builder::new()
         .name("relaybox-kafka-poll".into())
         .spawn(move || run(consumer, &thread, finished))
-        .map_err(|source| {
-            Error::new(ErrorKind::Unavailable, "subscribe", "no thread to poll on")
-                .with_source(source)
-        })?;
+        .map_err(no_thread)?;
     let membership = Membership {
         desk,
         context,
@@ -140,11 +136,35 @@ impl Drop for AtEnd<'_> {
     }
 }
 
+/// Ends the committer even if the thread that polls panics.
+struct NoMoreCommits<'a>(&'a Member);
+
+impl Drop for NoMoreCommits<'_> {
+    fn drop(&mut self) {
+        self.0.no_more_commits();
+    }
+}
+
+fn no_thread(source: std::io::Error) -> Error {
+    let detail = "no thread to poll or to commit on";
+    Error::new(ErrorKind::Unavailable, "subscribe", detail).with_source(source)
+}
+
 fn run(consumer: BaseConsumer<Member>, desk: &Desk, finished: oneshot::Sender<Result<()>>) {
     let _at_end = AtEnd(desk);
-    if let Some(fatal) = poll_until_closed(&consumer, desk) {
-        desk.fail(fatal);
-    }
+    std::thread::scope(|scope| {
+        let committing = std::thread::Builder::new()
+            .name("relaybox-kafka-commit".into())
+            .spawn_scoped(scope, || committer::run(&consumer));
+        let _no_more_commits = NoMoreCommits(consumer.client().context());
+        let fatal = match committing {
+            Ok(_) => poll_until_closed(&consumer, desk),
+            Err(source) => Some(no_thread(source)),
+        };
+        if let Some(fatal) = fatal {
+            desk.fail(fatal);
+        }
+    });
     let result = commit_and_leave(&consumer, desk);
     // Leaves the group, which is when others get the partitions. With the broker away this takes long.
     drop(consumer);
@@ -156,13 +176,13 @@ fn run(consumer: BaseConsumer<Member>, desk: &Desk, finished: oneshot::Sender<Re
 fn poll_until_closed(consumer: &BaseConsumer<Member>, desk: &Desk) -> Option<Error> {
     let member = consumer.client().context();
     let mut full_since: Option<Instant> = None;
-    let mut stored_at = Instant::now();
     let mut warned: Option<(Code, Instant)> = None;
     // Tending looks at every partition, so it is not done for every message.
     let mut tend_at = Instant::now();
     while !desk.is_closing() {
         desk.bring_back();
-        let room = desk.has_room();
+        let waits = member.is_waiting();
+        let room = desk.has_room() && !waits;
         if room {
             full_since = None;
             if member.is_halted() && desk.has_ample_room() {
@@ -175,13 +195,13 @@ fn poll_until_closed(consumer: &BaseConsumer<Member>, desk: &Desk) -> Option<Err
             member.halt(true);
             tend_at = Instant::now();
         }
-        if Instant::now() >= tend_at {
+        if waits || Instant::now() >= tend_at {
             member.tend(consumer);
             tend_at = Instant::now() + TEND_INTERVAL;
         }
-        if stored_at.elapsed() >= STORE_INTERVAL {
-            stored_at = Instant::now();
-            member.store(consumer);
+        if !member.is_halted() && member.is_waiting() {
+            desk.wait_for_commit(SHORT_TURN);
+            continue;
         }
         if !room && !member.is_halted() {
             // What the client fetched ahead stays; a settlement ends the wait at once.
@@ -251,13 +271,14 @@ fn commit_and_leave(consumer: &BaseConsumer<Member>, desk: &Desk) -> Result<()> 
     // After a fatal error nobody waits.
     let by = desk.close_by().unwrap_or(started);
     let member = consumer.client().context();
-    member.store(consumer);
+    // Nobody is handed anything any more; what is queued was in nobody's work.
+    member.take_all_back();
     // Blocks until the broker answers, at worst until the client gives up on it; our caller waits no longer than its
     // deadline. An asynchronous commit would tell nobody what became of it.
     let mut committed = false;
     while !committed {
-        match consumer.commit_consumer_state(CommitMode::Sync) {
-            Ok(()) | Err(KafkaError::ConsumerCommit(Code::NoOffset)) => committed = true,
+        match committer::commit(consumer, &member.at_end()) {
+            Ok(()) => committed = true,
             Err(error) if Instant::now() >= by => {
                 tracing::warn!(%error, "the last commit failed; what it covered comes again");
                 break;

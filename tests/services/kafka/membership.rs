@@ -11,7 +11,7 @@ use relaybox_testcontainers::{shared_kafka, unique_name};
 
 use super::*;
 
-const ASSIGNORS: [Assignor; 3] = [
+pub const ASSIGNORS: [Assignor; 3] = [
     Assignor::CooperativeSticky,
     Assignor::Range,
     Assignor::Broker,
@@ -82,6 +82,7 @@ async fn a_result_that_is_later_than_the_drain_changes_nothing() {
         let taken = receive(&mut second, 1).await.remove(0);
         let offset = taken.coordinates.offset.as_deref();
         assert_eq!(offset, Some("2"), "{assignor:?}");
+        assert!(taken.redelivered, "it is in work elsewhere: {assignor:?}");
         let theirs = partition(&taken);
         acknowledge(taken).await;
         let (late, kept): (Vec<_>, Vec<_>) = stuck
@@ -133,6 +134,7 @@ async fn what_is_done_before_the_drain_ends_does_not_come_again() {
         for subscription in [&mut first, &mut second] {
             for delivery in receive(subscription, 1).await {
                 assert_eq!(text(&delivery), "1", "{assignor:?}");
+                assert!(!delivery.redelivered, "{assignor:?}");
                 acknowledge(delivery).await;
             }
         }

@@ -4,6 +4,7 @@ mod consuming;
 mod contents;
 mod faults;
 mod interop;
+mod marks;
 mod membership;
 mod publishing;
 mod raw;

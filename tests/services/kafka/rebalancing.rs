@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::process::{ChildStdin, Command, Stdio};
 
+use relaybox::broker::Subscriber;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::testing::eventually;
 use relaybox_testcontainers::{shared_postgres, unique_name};
@@ -313,4 +314,47 @@ async fn static_members_restarted_one_by_one_lose_double_and_rewind_nothing() {
     group.kill("b");
     group.start("b");
     group.finish().await;
+}
+
+/// What a killed process had in its hands nobody knows but the broker, by what was committed before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_a_killed_process_exactly_what_it_may_have_had_in_work_is_redelivered() {
+    let mut group = Group::new("cooperative-sticky", false).await;
+    group.start("a");
+    group.progress(100).await;
+    group.kill("a");
+    let mut marks = BTreeMap::new();
+    for partition in group.log.keys() {
+        let found = marks::mark(&group.consumer, &group.topic, *partition).await;
+        let (point, until) = found.unwrap_or((0, None));
+        marks.insert(*partition, point..until.unwrap_or(point));
+    }
+    let mut asked = request(&group.consumer, &group.topic);
+    asked.in_flight_max = KEYS * EACH;
+    let mut next = connect().await.subscribe(asked).await.unwrap();
+    let done: usize = marks.values().map(|mark| mark.start as usize).sum();
+    let mut redelivered = HashSet::new();
+    for delivery in receive(&mut next, KEYS * EACH - done).await {
+        let partition = delivery.coordinates.partition.as_deref().unwrap();
+        let partition: i32 = partition.parse().unwrap();
+        let offset = marks::offset(&delivery);
+        let expected = marks[&partition].contains(&offset);
+        assert_eq!(delivery.redelivered, expected, "{partition}/{offset}");
+        if expected {
+            redelivered.insert(delivery.incoming.message.id.as_str().to_owned());
+        }
+        acknowledge(delivery).await;
+    }
+    // Whatever it is known to have had is among them, but for what it had committed.
+    let committed = |id: &String| {
+        let mut logs = group.log.iter();
+        logs.any(|(p, ids)| ids[..marks[p].start as usize].contains(id))
+    };
+    let effects = group.effects().await;
+    let uncommitted = effects.into_iter().map(|e| e.0).filter(|id| !committed(id));
+    assert!(!redelivered.is_empty());
+    for id in uncommitted {
+        assert!(redelivered.contains(&id), "{id} was in work");
+    }
+    next.close(10 * SECOND).await.unwrap();
 }
