@@ -141,7 +141,8 @@ impl ConsumerConfig {
     /// How long ids are remembered (default 30 days). Must be longer than any source may deliver a message again plus the
     /// whole ladder, or a late copy has its effect twice: refused at start, where the broker
     /// [is asked](Subscriber::retention). A queue, which lets go of what is acknowledged, needs only more than the ladder;
-    /// a copy that waits in it unsettled for longer than this is not recognised.
+    /// a copy that waits in it unsettled for longer than this is not recognised. With [`TopologyMode::Unchecked`] nobody is
+    /// asked: there, state it.
     #[must_use]
     pub fn with_inbox_retention(mut self, retention: Duration) -> Self {
         self.inbox_retention = retention;
