@@ -180,7 +180,10 @@ where
                 Attempt::Unrecorded(ended, error) => {
                     return self.record_late(job, ended, error, leave).await;
                 }
-                Attempt::Busy => return self.put_off(job).await,
+                Attempt::Busy => {
+                    self.end(&job, leave).await;
+                    return self.put_off(job).await;
+                }
                 Attempt::Failed { failure, ask } => (failure, ask),
                 Attempt::Unavailable(error) => {
                     let pause = self.patient(&mut pauses, &error);
@@ -197,14 +200,14 @@ where
             };
             return self.fail(job, &failure, ask, leave).await;
         }
+        // It went to another member, or the consumer stops while the database is away: no process ended over it.
+        self.end(&job, leave).await;
         Report::default()
     }
 
     async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) -> Report {
         let ended = *ended.unwrap_or(&Ended::Done);
-        if job.lot == Lot::Suspect {
-            self.forget(&job, leave).await;
-        }
+        self.end(&job, leave).await;
         self.acknowledge(job.receipt, self.count(ended)).await;
         Report::attempt(ended != Ended::Duplicate, false)
     }
@@ -237,7 +240,7 @@ where
         let report = Report::attempt(true, true);
         let step = self.copies.step(&job, failure, ask);
         // Before the copy can be seen: there, an old start would look like another crash.
-        if job.lot == Lot::Suspect && !self.forget(&job, leave).await {
+        if !self.end(&job, leave).await {
             return report;
         }
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
@@ -312,24 +315,27 @@ where
         Ok(if crashed { Past::Crashed } else { Past::Clean })
     }
 
-    /// Forgets that the work began; whether it did before the consumer had to stop.
-    async fn forget(&self, job: &Job, leave: &mut Leave) -> bool {
+    /// The work has come to an end, also where the message went to another member meanwhile: forgets the start of a suspect.
+    /// Whether that was done before the consumer had to stop.
+    async fn end(&self, job: &Job, leave: &mut Leave) -> bool {
+        if job.lot != Lot::Suspect {
+            return true;
+        }
         let Inbox {
             store, consumer, ..
         } = &self.inbox;
         let mut pauses = Pauses::new(&self.config);
-        while job.receipt.is_current() {
+        loop {
             match store.forget_starts(consumer, &job.message.key).await {
                 Ok(()) => return true,
                 Err(error) => {
                     let pause = self.patient(&mut pauses, &error);
                     if self.wait(pause, leave).await {
-                        break;
+                        return false;
                     }
                 }
             }
         }
-        false
     }
 
     // ---- Settlements and pauses

@@ -10,6 +10,7 @@ use std::time::Duration;
 use relaybox::broker::kafka::{Assignor, Kafka, KafkaConfig};
 use relaybox::consumer::{Consumer, ConsumerConfig, handler_fn};
 use relaybox::envelope::Incoming;
+use relaybox::ladder::Ladder;
 use relaybox::store::postgres::PostgresStore;
 use sqlx::postgres::PgConnection;
 use tokio::signal::unix::{SignalKind, signal};
@@ -51,6 +52,10 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     };
     Consumer::new(consumer, topic, Kafka::connect(config).await?, store)
         .with_config(ConsumerConfig::default().with_concurrency(4))
+        // A member killed twice over one message has failed it once.
+        .with_ladder(Ladder::rungs(
+            [50, 100, 150, 200].map(Duration::from_millis),
+        ))
         .run_until(handler_fn(member.clone(), work), stop)
         .await?;
     Ok(())
