@@ -73,11 +73,13 @@ pub mod clock;
 pub mod codec;
 pub mod envelope;
 mod error;
+pub mod event;
 #[cfg(any(feature = "rabbitmq", feature = "nats"))]
 mod header_text;
 pub mod headers;
 pub mod lane;
 mod message;
+pub mod readiness;
 pub mod story;
 
 // Contracts and adapters
@@ -107,4 +109,5 @@ pub use headers::Headers;
 pub use ladder::Ladder;
 pub use message::{Limits, Message, MessageId, TraceContext};
 pub use outbox::Outbox;
+pub use readiness::{Probe, Readiness};
 pub use relay::Relay;

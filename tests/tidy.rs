@@ -23,6 +23,7 @@ const VOCABULARY: &[&str] = &[
     "headers",
     "lane",
     "message",
+    "readiness",
     "story",
 ];
 const ENGINES: &[&str] = &["consumer", "dlq", "inbox", "ladder", "outbox", "relay"];
