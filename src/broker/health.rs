@@ -61,6 +61,17 @@ impl Health {
         }
     }
 
+    /// What keeps messages from going through now.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        let known = || self.detail.clone();
+        match self.state {
+            ConnectionState::Up => None,
+            ConnectionState::Closed => Some("the connection was closed".to_owned()),
+            ConnectionState::Blocked => known().or(Some("the broker takes nothing".to_owned())),
+            ConnectionState::Down => known().or(Some("no usable connection".to_owned())),
+        }
+    }
+
     /// Whether messages can go through now.
     #[must_use]
     pub const fn is_up(&self) -> bool {

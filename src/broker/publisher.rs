@@ -159,6 +159,23 @@ impl PublishOutcome {
         matches!(self, Self::Confirmed)
     }
 
+    /// The outcome in a word, for a label.
+    pub(crate) const fn word(&self) -> &'static str {
+        match self {
+            Self::Confirmed => "confirmed",
+            Self::Rejected {
+                scope: RejectionScope::Message,
+                ..
+            } => "rejected",
+            Self::Rejected { .. } => "undeliverable",
+            Self::Failed {
+                stored: Stored::No, ..
+            } => "failed",
+            Self::Failed { .. } => "unknown",
+            Self::Withheld => "withheld",
+        }
+    }
+
     /// The error of a rejection or failure.
     #[must_use]
     pub const fn error(&self) -> Option<&Error> {

@@ -16,6 +16,13 @@ const LEASE_MAX: Duration = Duration::from_secs(86_400);
 /// A shorter patience would take every broker for a slow one.
 const PATIENCE_MIN: Duration = Duration::from_millis(10);
 
+/// A shorter silence is that of a busy machine.
+const SILENCE_MIN: Duration = Duration::from_millis(100);
+
+/// More samples would be a load without news.
+#[cfg(feature = "metrics")]
+const SAMPLE_INTERVAL_MIN: Duration = Duration::from_millis(10);
+
 /// How a relay keeps order on a publisher whose failures leave gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OrderMode {
@@ -66,6 +73,9 @@ pub struct RelayConfig {
     pub(super) order: OrderMode,
     pub(super) dead_head: DeadHead,
     pub(super) patience: Duration,
+    pub(super) silence_max: Duration,
+    #[cfg(feature = "metrics")]
+    pub(super) sample_interval: Option<Duration>,
     unroutable: Unroutable,
     unroutable_at: BTreeMap<String, Unroutable>,
 }
@@ -86,6 +96,9 @@ impl Default for RelayConfig {
             order: OrderMode::Strict,
             dead_head: DeadHead::Skip,
             patience: Duration::from_secs(1),
+            silence_max: Duration::from_secs(30),
+            #[cfg(feature = "metrics")]
+            sample_interval: Some(Duration::from_secs(15)),
             unroutable: Unroutable::Hold,
             unroutable_at: BTreeMap::new(),
         }
@@ -176,6 +189,31 @@ impl RelayConfig {
         self
     }
 
+    /// How long a loop of the relay may make no turn, its planned pauses not counted, before
+    /// [`Relay::probe`](super::Relay::probe) calls it stalled (default 30 s).
+    #[must_use]
+    pub fn with_silence_max(mut self, silence: Duration) -> Self {
+        self.silence_max = silence;
+        self
+    }
+
+    /// How often the gauges of the outbox are sampled (default every 15 s), by one query each time. Less often where that
+    /// takes long: 20 times as long as the query took passes before the next one.
+    #[cfg(feature = "metrics")]
+    #[must_use]
+    pub fn with_sample_interval(mut self, interval: Duration) -> Self {
+        self.sample_interval = Some(interval);
+        self
+    }
+
+    /// Samples no gauges of the outbox: another relay does it, or nobody.
+    #[cfg(feature = "metrics")]
+    #[must_use]
+    pub fn without_samples(mut self) -> Self {
+        self.sample_interval = None;
+        self
+    }
+
     /// What becomes of messages whose destination is not there, or leads nowhere (default: they wait).
     #[must_use]
     pub fn with_unroutable(mut self, rule: Unroutable) -> Self {
@@ -221,6 +259,24 @@ impl RelayConfig {
                 format!("{:?}", self.patience),
             ));
         }
+        if self.silence_max < SILENCE_MIN {
+            return Err(Error::configuration(
+                "silence_max",
+                format!("at least {SILENCE_MIN:?}"),
+                format!("{:?}", self.silence_max),
+            ));
+        }
+        #[cfg(feature = "metrics")]
+        if self
+            .sample_interval
+            .is_some_and(|interval| interval < SAMPLE_INTERVAL_MIN)
+        {
+            return Err(Error::configuration(
+                "sample_interval",
+                format!("at least {SAMPLE_INTERVAL_MIN:?}"),
+                format!("{:?}", self.sample_interval),
+            ));
+        }
         if self.idle_poll_max < super::pace::IDLE_POLL_MIN {
             return Err(Error::configuration(
                 "idle_poll_max",
@@ -260,6 +316,15 @@ mod tests {
         assert_eq!(refused(config().with_batch_bytes_max(0)), "batch_bytes_max");
         assert_eq!(refused(config().with_name("")), "name");
         assert_eq!(refused(config().with_patience(Duration::ZERO)), "patience");
+        assert_eq!(
+            refused(config().with_silence_max(Duration::ZERO)),
+            "silence_max"
+        );
+        #[cfg(feature = "metrics")]
+        assert_eq!(
+            refused(config().with_sample_interval(Duration::ZERO)),
+            "sample_interval"
+        );
         assert_eq!(
             refused(config().with_idle_poll_max(Duration::ZERO)),
             "idle_poll_max"

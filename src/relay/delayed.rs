@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tracing::warn;
 
+use crate::readiness::Pulse;
 use crate::store::OutboxStore;
 
 /// Messages released by one statement at most.
@@ -16,8 +17,13 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 
 /// Releases what is due until told to stop. Any number of relays may do it at once.
-pub(super) async fn release(store: Arc<dyn OutboxStore>, mut stop: watch::Receiver<bool>) {
+pub(super) async fn release(
+    store: Arc<dyn OutboxStore>,
+    pulse: Pulse,
+    mut stop: watch::Receiver<bool>,
+) {
     while !*stop.borrow() {
+        pulse.beat();
         let pause = match store.release_due(RELEASED_MAX).await {
             Ok(due) if due.released > 0 => continue,
             Ok(due) => due.next.unwrap_or(PAUSE_MAX).clamp(PAUSE_MIN, PAUSE_MAX),
@@ -26,6 +32,7 @@ pub(super) async fn release(store: Arc<dyn OutboxStore>, mut stop: watch::Receiv
                 PAUSE_MAX
             }
         };
+        pulse.rest(pause);
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             _ = stop.wait_for(|stop| *stop) => {}

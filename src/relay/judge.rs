@@ -9,6 +9,7 @@ use tracing::{debug, info, warn};
 
 use crate::broker::{FailureScope, PublishOutcome, RejectionScope};
 use crate::error::{Error, ErrorKind, cut};
+use crate::event::{RELAY_PUBLISHED, Tally};
 use crate::store::{AsideState, Place, SetAside, Verdict};
 use crate::story::{ERROR_BYTES_MAX, Reason};
 
@@ -36,9 +37,12 @@ impl Judge<'_> {
         let now = Instant::now();
         // Keys whose head is dead, and with it, by the user's choice, all that follows.
         let mut dead: HashSet<Bytes> = HashSet::new();
+        let mut tally = Tally::new(&RELAY_PUBLISHED);
         for (at, outcome) in outcomes.into_iter().enumerate() {
             let place = group.places[at];
             let message = &group.messages[at].message;
+            let word = outcome.as_ref().map_or("withheld", PublishOutcome::word);
+            tally.add(&message.destination, word);
             let key = message.key.as_ref();
             let follows = key.is_some_and(|key| dead.contains(key));
             let judged = self.verdicts.len();

@@ -7,6 +7,8 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::error::Result;
+use crate::event;
+use crate::readiness::Pulse;
 use crate::store::{DestinationControl, OutboxStore, Standing};
 
 use super::held::Held;
@@ -24,6 +26,7 @@ pub(super) struct Keeper {
     /// What operators say about destinations, for the workers.
     pub(super) controls: watch::Sender<Arc<[DestinationControl]>>,
     pub(super) status: Reporter,
+    pub(super) pulse: Pulse,
 }
 
 impl Keeper {
@@ -34,6 +37,7 @@ impl Keeper {
         let pause_max = (self.duration / 6).min(Duration::from_secs(1));
         let mut beat = None;
         loop {
+            self.pulse.beat();
             let round = self.round(&mut beat).await;
             self.status.database(round.as_ref().err());
             let short = match round {
@@ -45,6 +49,7 @@ impl Keeper {
             };
             // Lanes are on their way to a relay that is short of some: while they are nobody's, nothing moves on them.
             let pause = if short { pause_max / 5 } else { pause_max };
+            self.pulse.rest(pause);
             tokio::select! {
                 () = tokio::time::sleep(pause.mul_f64(0.8 + 0.2 * fastrand::f64())) => {}
                 () = self.held.at_rest.notified() => {}
@@ -107,11 +112,9 @@ impl Keeper {
         if !held.is_empty() {
             let kept = self.store.renew(&held, self.duration).await?;
             if kept.len() < held.len() {
-                warn!(
-                    relay = self.name,
-                    lost = held.len() - kept.len(),
-                    "lanes were taken by another relay"
-                );
+                let lost = held.len() - kept.len();
+                event::count(&event::RELAY_LEASES_LOST, &[], lost as u64);
+                warn!(relay = self.name, lost, "lanes were taken by another relay");
             }
             self.held.renewed(&held, &kept, asked + self.duration);
         }

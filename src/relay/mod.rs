@@ -15,6 +15,8 @@ mod leases;
 mod pace;
 mod plan;
 mod publish;
+#[cfg(feature = "metrics")]
+mod sample;
 mod share;
 mod status;
 mod triage;
@@ -31,6 +33,7 @@ use tracing::info;
 
 use crate::broker::Publisher;
 use crate::error::{Error, ErrorKind, Result};
+use crate::readiness::{Probe, Vitals};
 use crate::store::{DestinationControl, OutboxStore};
 
 pub use config::{DeadHead, OrderMode, RelayConfig, Unroutable};
@@ -55,6 +58,7 @@ pub struct Relay {
     publisher: Arc<dyn Publisher>,
     config: RelayConfig,
     status: Arc<StatusBoard>,
+    vitals: Arc<Vitals>,
 }
 
 impl Relay {
@@ -65,6 +69,7 @@ impl Relay {
             publisher: Arc::new(publisher),
             config: RelayConfig::default(),
             status: Arc::new(StatusBoard::new()),
+            vitals: Vitals::new(),
         }
     }
 
@@ -79,6 +84,18 @@ impl Relay {
     #[must_use]
     pub fn status(&self) -> watch::Receiver<RelayStatus> {
         self.status.watch()
+    }
+
+    /// A handle for health checks, to be taken before the relay runs.
+    ///
+    /// It is ready while it runs, database and broker answer, and keeper, workers and the release of delayed messages make
+    /// their turns ([`RelayConfig::with_silence_max`]). A destination in trouble does not make it unready: the others go on.
+    #[must_use]
+    pub fn probe(&self) -> Probe {
+        let (status, publisher) = (self.status.watch(), self.publisher.clone());
+        Probe::new(&self.vitals, move || {
+            status::troubles(&status.borrow(), &publisher.health())
+        })
     }
 
     /// Runs until `shutdown` completes, then stops taking rows, waits for the confirms of what is on its way (at most
@@ -98,9 +115,12 @@ impl Relay {
         // Before anything is sent: what is paused stays so over a restart.
         let controls: Arc<[DestinationControl]> = self.store.controls().await?.into();
         let id = uuid::Uuid::now_v7().to_string();
+        #[cfg(feature = "metrics")]
+        crate::event::describe();
         let (stop, stopped) = watch::channel(false);
         let held = Arc::new(Held::default());
         let mut tasks = self.start(&id, &held, controls, &stopped);
+        let running = self.vitals.start();
         info!(
             relay = self.config.name,
             workers = self.config.workers,
@@ -111,6 +131,7 @@ impl Relay {
             () = shutdown => None,
             ended = tasks.join_next() => Some(ended_early(ended)),
         };
+        drop(running);
         stop.send_replace(true);
         let drained = tokio::time::timeout(self.config.shutdown_deadline, async {
             while tasks.join_next().await.is_some() {}
@@ -136,6 +157,7 @@ impl Relay {
         stop: &watch::Receiver<bool>,
     ) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
+        let pulse = |task: String| self.vitals.pulse(task, self.config.silence_max);
         let (controls, controlled) = watch::channel(controls);
         let keeper = Keeper {
             store: self.store.clone(),
@@ -145,10 +167,16 @@ impl Relay {
             held: held.clone(),
             controls,
             status: Reporter::new(&self.status, Reporter::KEEPER),
+            pulse: pulse("keeper".to_owned()),
         };
         tasks.spawn(keeper.run(stop.clone()));
-        tasks.spawn(delayed::release(self.store.clone(), stop.clone()));
+        let release = pulse("release of delayed messages".to_owned());
+        tasks.spawn(delayed::release(self.store.clone(), release, stop.clone()));
         tasks.spawn(history::clean_up(self.store.clone(), stop.clone()));
+        #[cfg(feature = "metrics")]
+        if let (Some(_), Some(interval)) = (self.store.admin(), self.config.sample_interval) {
+            tasks.spawn(sample::run(self.store.clone(), interval, stop.clone()));
+        }
         let (waking, woken) = watch::channel(());
         if let Some(news) = self.store.wake_ups() {
             let status = self.status.clone();
@@ -163,6 +191,7 @@ impl Relay {
                 held: held.clone(),
                 woken: woken.clone(),
                 status: Reporter::new(&self.status, index),
+                pulse: pulse(format!("worker {index}")),
                 controls: controlled.clone(),
                 destinations: Destinations::new(self.config.backoff),
                 late: Late::default(),

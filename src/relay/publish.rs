@@ -9,10 +9,12 @@ use futures_util::StreamExt;
 use futures_util::future::{BoxFuture, FutureExt};
 use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, timeout_at};
+use tracing::Instrument;
 
 use crate::broker::{FailureScope, PublishOutcome, Publisher, Stored};
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind};
+use crate::event::PublishSpans;
 
 use super::config::OrderMode;
 use super::plan::{Group, Waves, needs_waves};
@@ -48,10 +50,20 @@ pub(super) async fn publish(
     let in_waves = needs_waves(capabilities.order, mode);
     let start = |group: Group| {
         let (publisher, group) = (publisher.clone(), Arc::new(group));
+        let spans = PublishSpans::of(&group.scope, &group.messages);
+        let span = spans.span();
         Publishing {
             group: group.clone(),
-            run: async move { publish_group(&*publisher, &group, in_waves, deadline).await }
-                .boxed(),
+            run: async move {
+                let outcomes = publish_group(&*publisher, &group, in_waves, deadline).await;
+                let confirmed = |outcome: &Option<PublishOutcome>| {
+                    outcome.as_ref().is_some_and(PublishOutcome::is_confirmed)
+                };
+                spans.end(outcomes.iter().map(confirmed));
+                outcomes
+            }
+            .instrument(span)
+            .boxed(),
         }
     };
     let mut running: FuturesUnordered<Publishing> = groups.into_iter().map(start).collect();

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::watch;
 
+use crate::broker::Health;
 use crate::error::Error;
+use crate::readiness::NotReady;
 
 /// State of a relay. Healthy when nothing is down.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -20,6 +22,16 @@ pub struct RelayStatus {
     /// Whether the store is known to wake this relay when messages are committed. Without it, also while the store
     /// mends it, they are found by polling: no trouble, only slower.
     pub wake_ups_live: bool,
+}
+
+/// What keeps the relay from being ready: what its tasks met, and what the publisher knows without being asked to publish.
+pub(super) fn troubles(status: &RelayStatus, publisher: &Health) -> Vec<NotReady> {
+    let database = status.database_down.clone().map(NotReady::DatabaseDown);
+    let broker = status.broker_down.clone().or_else(|| publisher.trouble());
+    database
+        .into_iter()
+        .chain(broker.map(NotReady::BrokerDown))
+        .collect()
 }
 
 /// Where keeper and workers report, and what is made of it: somebody's trouble is trouble until it is over for all.

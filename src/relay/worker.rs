@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::sync::watch;
-use tracing::{debug, warn};
+use tracing::{Instrument, debug, warn};
 
 use crate::backoff::Delays;
 use crate::broker::Publisher;
 use crate::error::Result;
+use crate::event;
 use crate::lane::{LANES, Lane};
+use crate::readiness::Pulse;
 use crate::store::{
     AsideState, DestinationControl, FetchRequest, Lease, OutboxReader, Page, PendingMessage, Place,
     Settled, SettlementBatch, Verdict,
@@ -39,6 +41,7 @@ pub(super) struct Worker {
     pub(super) held: Arc<Held>,
     pub(super) woken: watch::Receiver<()>,
     pub(super) status: Reporter,
+    pub(super) pulse: Pulse,
     /// What operators said about destinations, as the keeper last read it.
     pub(super) controls: watch::Receiver<Arc<[DestinationControl]>>,
     pub(super) destinations: Destinations,
@@ -62,12 +65,15 @@ impl Worker {
         let mut trouble = self.config.backoff.delays(fastrand::u64(..));
         let mut landed = None;
         while !*stop.borrow() {
+            self.pulse.beat();
             self.woken.mark_unchanged();
             let mut resting = false;
+            let began = Instant::now();
             let cycle = match landed.take() {
                 Some(landed) => self.land(landed).await,
                 None => self.cycle().await,
             };
+            tell(&cycle, began.elapsed());
             let pause = match cycle {
                 Ok(Cycle::Moved) => {
                     idle.busy();
@@ -88,6 +94,7 @@ impl Worker {
             if pause.is_zero() && self.late.is_empty() {
                 continue;
             }
+            self.pulse.rest(pause);
             tokio::select! {
                 biased;
                 ended = self.late.landed(), if !self.late.is_empty() => landed = ended,
@@ -118,7 +125,7 @@ impl Worker {
         let deadline = self.publisher.capabilities().publish_deadline;
         let now = Instant::now();
         // In hand until this cycle is over: a lane is released, or goes to another worker, only after that.
-        let mut claim = self
+        let claim = self
             .held
             .claim(self.index, self.config.workers, deadline + LEASE_MARGIN);
         if claim.leases().is_empty() {
@@ -145,15 +152,32 @@ impl Worker {
             bytes_max: self.config.batch_bytes_max,
             closed: self.destinations.gate(&controls, share, now).closed(),
         };
+        let page = self.reader.fetch(&request).await?;
+        self.status.database(None);
+        if page.rows.is_empty() && page.unreadable.is_empty() {
+            return Ok(Cycle::Idle);
+        }
+        let span = event::page_span(&self.config.name, self.index, page.rows.len());
+        self.work(page, claim, &controls, share, request.leases)
+            .instrument(span)
+            .await
+    }
+
+    /// Sorts, publishes and settles a page.
+    async fn work(
+        &mut self,
+        page: Page,
+        mut claim: Claim,
+        controls: &[DestinationControl],
+        share: f64,
+        leases: Vec<Lease>,
+    ) -> Result<Cycle> {
+        let deadline = self.publisher.capabilities().publish_deadline;
         let Page {
             rows,
             unreadable,
             full,
-        } = self.reader.fetch(&request).await?;
-        self.status.database(None);
-        if rows.is_empty() && unreadable.is_empty() {
-            return Ok(Cycle::Idle);
-        }
+        } = page;
         let read: BTreeSet<Lane> = (rows.iter().map(|row| row.place.lane))
             .chain(unreadable.iter().map(|(place, _)| place.lane))
             .collect();
@@ -164,7 +188,7 @@ impl Worker {
             send,
             set_aside,
             parted,
-        } = self.sort(rows, &controls, share);
+        } = self.sort(rows, controls, share);
         let mut verdicts: Vec<(Place, Verdict)> = set_aside
             .into_iter()
             .map(|(place, aside)| (place, Verdict::SetAside(aside)))
@@ -176,6 +200,7 @@ impl Worker {
         }
         let groups = groups(send, &ScopesOf(&self.publisher));
         let (order, patience) = (self.config.order, self.config.patience);
+        self.pulse.rest(patience);
         let (finished, unfinished) = publish(&self.publisher, groups, order, patience).await;
         for publishing in unfinished {
             let group = &publishing.group;
@@ -188,8 +213,8 @@ impl Worker {
             self.destinations.departed(&group.scope, names);
             self.late.depart(publishing, &claim);
         }
-        self.conclude(finished, verdicts, parted, request.leases)
-            .await
+        self.pulse.beat();
+        self.conclude(finished, verdicts, parted, leases).await
     }
 
     /// Sorts a page by what may go now.
@@ -274,6 +299,7 @@ impl Worker {
         if !verdicts.is_empty() {
             let settled = self.settle(&SettlementBatch { leases, verdicts }).await?;
             if settled.fenced > 0 {
+                event::count(&event::RELAY_FENCED, &[], settled.fenced as u64);
                 warn!(
                     worker = self.index,
                     fenced = settled.fenced,
@@ -298,7 +324,9 @@ impl Worker {
                 Err(error) if error.is_transient() && tries < SETTLE_TRIES => {
                     warn!(worker = self.index, %error, tries, "batch could not be settled yet");
                     self.status.database(Some(&error));
-                    tokio::time::sleep(delays.next_delay()).await;
+                    let pause = delays.next_delay();
+                    self.pulse.rest(pause);
+                    tokio::time::sleep(pause).await;
                 }
                 result => {
                     self.status.database(result.as_ref().err());
@@ -307,6 +335,15 @@ impl Worker {
             }
         }
     }
+}
+
+fn tell(cycle: &Result<Cycle>, took: Duration) {
+    let result = match cycle {
+        Ok(Cycle::Moved) => "moved",
+        Ok(Cycle::Idle) => "idle",
+        Ok(Cycle::Trouble) | Err(_) => "trouble",
+    };
+    event::observe(&event::RELAY_CYCLE, &[event::Value::Word(result)], took);
 }
 
 /// A page of these alone had nothing for anybody else. Taking it easy then keeps a broker that stalls for seconds from

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::lane::Lane;
 use crate::message::Message;
 
-use super::admin::DestinationControl;
+use super::admin::{DestinationControl, OutboxAdmin};
 use super::aside::{Ahead, Place, SetAside};
 use super::wake_up::WakeUps;
 
@@ -155,6 +155,12 @@ pub trait OutboxStore: Send + Sync + 'static {
 
     /// News of committed messages, for one relay, where the store has any (default none). It ends when dropped.
     fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
+        None
+    }
+
+    /// What an operator asks of the same outbox, where the store answers that (default: it does not). A relay samples its
+    /// gauges there.
+    fn admin(&self) -> Option<&dyn OutboxAdmin> {
         None
     }
 

@@ -11,7 +11,9 @@ use relaybox::broker::{PublishOutcome, Publisher, PublisherCapabilities};
 use relaybox::envelope::Outgoing;
 use relaybox::relay::{Relay, RelayConfig};
 use relaybox::store::sqlite::SqliteStore;
-use relaybox::store::{DestinationControl, Due, Lease, OutboxReader, OutboxStore, Standing};
+use relaybox::store::{
+    DestinationControl, Due, Lease, OutboxAdmin, OutboxReader, OutboxStore, Standing,
+};
 use relaybox::testing::{Fault, FaultyPublisher, Signal, eventually};
 use relaybox::{Message, Result};
 
@@ -411,6 +413,10 @@ impl OutboxStore for Watched {
 
     fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
         self.inner.clean_up_history()
+    }
+
+    fn admin(&self) -> Option<&dyn OutboxAdmin> {
+        self.inner.admin()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

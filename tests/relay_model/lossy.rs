@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use relaybox::store::{
-    DestinationControl, Due, FetchRequest, Lease, OutboxReader, OutboxStore, Page, Settled,
-    SettlementBatch, Standing,
+    DestinationControl, Due, FetchRequest, Lease, OutboxAdmin, OutboxReader, OutboxStore, Page,
+    Settled, SettlementBatch, Standing,
 };
 use relaybox::{Error, ErrorKind, Result};
 
@@ -109,6 +109,10 @@ impl<S: OutboxStore> OutboxStore for Lossy<S> {
 
     fn controls(&self) -> BoxFuture<'_, Result<Vec<DestinationControl>>> {
         self.inner.controls()
+    }
+
+    fn admin(&self) -> Option<&dyn OutboxAdmin> {
+        self.inner.admin()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

@@ -10,8 +10,8 @@ use relaybox::broker::{PublishOutcome, Publisher, PublisherCapabilities};
 use relaybox::envelope::Outgoing;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{
-    DestinationControl, Due, FetchRequest, Lease, OutboxReader, OutboxStore, Page, Settled,
-    SettlementBatch, Standing,
+    DestinationControl, Due, FetchRequest, Lease, OutboxAdmin, OutboxReader, OutboxStore, Page,
+    Settled, SettlementBatch, Standing,
 };
 
 /// A place in the relay's circle.
@@ -227,6 +227,10 @@ impl OutboxStore for CrashingStore {
 
     fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
         self.inner.clean_up_history()
+    }
+
+    fn admin(&self) -> Option<&dyn OutboxAdmin> {
+        self.inner.admin()
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

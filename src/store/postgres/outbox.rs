@@ -17,8 +17,8 @@ use crate::lane::{LANES, Lane};
 use crate::message::Message;
 use crate::store::header_codec::without_nul;
 use crate::store::{
-    CONTROLS_MAX, DestinationControl, Due, Enqueue, EnqueueStatement, Lease, OutboxReader,
-    OutboxStore, Standing, WakeUps,
+    CONTROLS_MAX, DestinationControl, Due, Enqueue, EnqueueStatement, Lease, OutboxAdmin,
+    OutboxReader, OutboxStore, Standing, WakeUps,
 };
 
 /// Registrations that have ended and that one heartbeat removes at most.
@@ -260,6 +260,10 @@ impl OutboxStore for PostgresStore {
     fn wake_ups(&self) -> Option<Box<dyn WakeUps>> {
         let listener = || Box::new(Listener::new(self.clone())) as Box<dyn WakeUps>;
         self.wake_up.as_ref().map(|_| listener())
+    }
+
+    fn admin(&self) -> Option<&dyn OutboxAdmin> {
+        Some(self)
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {

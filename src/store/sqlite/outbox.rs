@@ -16,7 +16,8 @@ use crate::lane::{LANES, Lane, lane_of_message};
 use crate::message::Message;
 use crate::store::header_codec::{self, without_nul};
 use crate::store::{
-    CONTROLS_MAX, DestinationControl, Due, Enqueue, Lease, OutboxReader, OutboxStore, Standing,
+    CONTROLS_MAX, DestinationControl, Due, Enqueue, Lease, OutboxAdmin, OutboxReader, OutboxStore,
+    Standing,
 };
 
 /// Registrations that have ended and that one heartbeat removes at most.
@@ -310,6 +311,10 @@ impl OutboxStore for SqliteStore {
 
     fn clean_up_history(&self) -> BoxFuture<'_, Result<bool>> {
         self.forget_published().boxed()
+    }
+
+    fn admin(&self) -> Option<&dyn OutboxAdmin> {
+        Some(self)
     }
 
     fn pending(&self, count_max: u64) -> BoxFuture<'_, Result<u64>> {
