@@ -9,6 +9,13 @@ use crate::error::{Error, Result, within};
 use super::guard::FailureGuard;
 use super::job::InboxKey;
 
+/// A shorter silence is that of a busy machine.
+const SILENCE_MIN: Duration = Duration::from_millis(100);
+
+/// More samples would be a load without news.
+#[cfg(feature = "metrics")]
+const SAMPLE_INTERVAL_MIN: Duration = Duration::from_millis(10);
+
 /// What happens to a message without a usable id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MissingId {
@@ -36,6 +43,9 @@ pub struct ConsumerConfig {
     pub(super) inbox_retention: Duration,
     pub(super) failure_guard: Option<FailureGuard>,
     pub(super) source_retention: Option<Duration>,
+    pub(super) silence_max: Duration,
+    #[cfg(feature = "metrics")]
+    pub(super) sample_interval: Option<Duration>,
 }
 
 impl Default for ConsumerConfig {
@@ -55,6 +65,9 @@ impl Default for ConsumerConfig {
             inbox_retention: Duration::from_secs(30 * 86_400),
             failure_guard: Some(FailureGuard::default()),
             source_retention: None,
+            silence_max: Duration::from_secs(30),
+            #[cfg(feature = "metrics")]
+            sample_interval: Some(Duration::from_secs(15)),
         }
     }
 }
@@ -201,6 +214,31 @@ impl ConsumerConfig {
         ))
     }
 
+    /// How long the loop that takes deliveries may make no turn, its planned pauses not counted, before
+    /// [`Consumer::probe`](super::Consumer::probe) calls it stalled (default 30 s).
+    #[must_use]
+    pub fn with_silence_max(mut self, silence: Duration) -> Self {
+        self.silence_max = silence;
+        self
+    }
+
+    /// How often lag and dead letters are asked of the broker for the gauges (default every 15 s). Less often where that takes
+    /// long: 20 times as long as the answers took passes before the next questions.
+    #[cfg(feature = "metrics")]
+    #[must_use]
+    pub fn with_sample_interval(mut self, interval: Duration) -> Self {
+        self.sample_interval = Some(interval);
+        self
+    }
+
+    /// Samples no gauges: another member does it, or nobody.
+    #[cfg(feature = "metrics")]
+    #[must_use]
+    pub fn without_samples(mut self) -> Self {
+        self.sample_interval = None;
+        self
+    }
+
     /// Refuses to take coordinates for ids where a message that comes again has others.
     pub(super) fn can_identify(&self, broker: &SubscriberCapabilities) -> Result<()> {
         if self.missing_id == MissingId::BrokerCoordinates && !broker.positions {
@@ -238,6 +276,24 @@ impl ConsumerConfig {
                 "handler_timeout",
                 "more than zero",
                 "0",
+            ));
+        }
+        if self.silence_max < SILENCE_MIN {
+            return Err(Error::configuration(
+                "silence_max",
+                format!("at least {SILENCE_MIN:?}"),
+                format!("{:?}", self.silence_max),
+            ));
+        }
+        #[cfg(feature = "metrics")]
+        if self
+            .sample_interval
+            .is_some_and(|interval| interval < SAMPLE_INTERVAL_MIN)
+        {
+            return Err(Error::configuration(
+                "sample_interval",
+                format!("at least {SAMPLE_INTERVAL_MIN:?}"),
+                format!("{:?}", self.sample_interval),
             ));
         }
         if self.inbox_retention <= ladder {
@@ -327,6 +383,15 @@ mod tests {
         assert_eq!(
             refused(config().with_inbox_retention(hour)),
             "inbox_retention"
+        );
+        assert_eq!(
+            refused(config().with_silence_max(Duration::ZERO)),
+            "silence_max"
+        );
+        #[cfg(feature = "metrics")]
+        assert_eq!(
+            refused(config().with_sample_interval(Duration::ZERO)),
+            "sample_interval"
         );
         config().validate(hour, 256).unwrap();
         assert!(config().validate(hour, 257).is_err());

@@ -5,11 +5,15 @@ mod copies;
 mod form;
 mod guard;
 mod handler;
+mod health;
 mod job;
 mod outcome;
 mod process;
 mod router;
+#[cfg(feature = "metrics")]
+mod sample;
 mod schedule;
+mod tell;
 mod typed;
 mod version_guard;
 mod work;
@@ -18,6 +22,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::future::{BoxFuture, FutureExt};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
@@ -27,6 +32,7 @@ use crate::dlq::DeadLetters;
 use crate::error::{Error, Result};
 use crate::inbox::Inbox;
 use crate::ladder::Ladder;
+use crate::readiness::Probe;
 use crate::store::InboxStore;
 
 pub use config::{ConsumerConfig, MissingId};
@@ -44,6 +50,7 @@ pub use version_guard::{Unversioned, VersionGuard};
 
 use copies::Copies;
 use form::{Batches, Form, Outside, Single};
+use health::Condition;
 use job::Homes;
 use process::Processor;
 use work::Work;
@@ -70,6 +77,7 @@ pub struct Consumer<S> {
     config: ConsumerConfig,
     clock: Arc<dyn Clock>,
     counts: Arc<ConsumerCounts>,
+    condition: Arc<Condition>,
 }
 
 impl<S: InboxStore> Consumer<S> {
@@ -90,6 +98,7 @@ impl<S: InboxStore> Consumer<S> {
             config: ConsumerConfig::default(),
             clock: Arc::new(SystemClock),
             counts: Arc::default(),
+            condition: Arc::default(),
         }
     }
 
@@ -139,6 +148,18 @@ impl<S: InboxStore> Consumer<S> {
     #[must_use]
     pub fn counts(&self) -> Arc<ConsumerCounts> {
         self.counts.clone()
+    }
+
+    /// A handle for health checks, to be taken before the consumer runs.
+    ///
+    /// It is ready while it runs, database and broker answer, and the loop that takes deliveries makes its turns
+    /// ([`ConsumerConfig::with_silence_max`]). Handlers that fail do not make it unready.
+    #[must_use]
+    pub fn probe(&self) -> Probe {
+        let (condition, publisher) = (self.condition.clone(), self.publisher.clone());
+        Probe::new(&self.condition.vitals, move || {
+            condition.troubles(&publisher.health())
+        })
     }
 
     /// Runs until `shutdown` completes, then takes nothing more, waits for running handlers (at most the shutdown
@@ -248,11 +269,14 @@ impl<S: InboxStore> Consumer<S> {
             .chain(&request.dead_letters)
             .cloned()
             .collect();
+        let sampling = self.sampling(&request);
         let mut subscription = self.subscriber.subscribe(request).await?;
         // Copies may go through another publisher than the broker subscribed to, and must come back.
         self.publisher.check(&copies).await?;
         info!(consumer = self.name, sources = ?self.sources, "consumer started");
 
+        let condition = self.condition.clone();
+        let running = condition.vitals.start();
         let (stop, stopped) = watch::channel(false);
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
@@ -261,8 +285,10 @@ impl<S: InboxStore> Consumer<S> {
         let ended = tokio::select! {
             result = work.run(&mut *subscription) => result,
             () = clean_up(&processor) => Ok(()),
+            () = sampling => Ok(()),
             () = shutdown => Ok(()),
         };
+        drop(running);
         stop.send_replace(true);
         let stopping = Instant::now();
         let drained = tokio::time::timeout(deadline, work.drain()).await.is_ok();
@@ -296,7 +322,23 @@ impl<S: InboxStore> Consumer<S> {
             config,
             clock: self.clock,
             counts: self.counts,
+            condition: self.condition,
         }
+    }
+
+    /// Samples the gauges, or nothing; does not end.
+    #[cfg(feature = "metrics")]
+    fn sampling(&self, request: &SubscriptionRequest) -> BoxFuture<'static, ()> {
+        crate::event::describe();
+        match self.config.sample_interval {
+            Some(interval) => sample::run(self.subscriber.clone(), request, interval).boxed(),
+            None => std::future::pending().boxed(),
+        }
+    }
+
+    #[cfg(not(feature = "metrics"))]
+    fn sampling(&self, _request: &SubscriptionRequest) -> BoxFuture<'static, ()> {
+        std::future::pending().boxed()
     }
 
     fn request(&self) -> SubscriptionRequest {
@@ -351,6 +393,7 @@ async fn clean_up<S: InboxStore, F>(processor: &Processor<S, F>) {
                 CLEAN_UP_ROWS_MAX,
             )
             .await;
+        processor.condition.database(deleted.as_ref().err());
         match deleted {
             Ok(rows) if rows >= CLEAN_UP_ROWS_MAX as u64 => continue,
             Ok(_) => {}

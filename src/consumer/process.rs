@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tokio::sync::{OwnedSemaphorePermit, watch};
-use tracing::{debug, error, warn};
+use tracing::{Instrument, Span, debug, error, warn};
 
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::broker::{Receipt, Settlement};
 use crate::clock::Clock;
 use crate::error::Error;
+use crate::event::{handle_batch_span, handle_span, handled};
 use crate::inbox::{Attempt, Ended, Inbox, Keyed};
 use crate::ladder::{Ask, Step};
 use crate::store::{InboxStore, Recorded};
@@ -20,8 +21,10 @@ use crate::story::Reason;
 use super::config::ConsumerConfig;
 use super::copies::Copies;
 use super::form::Form;
+use super::health::Condition;
 use super::job::{Homes, Job, Lot};
 use super::outcome::Failure;
+use super::tell::{Became, tell_attempt, tell_crash, tell_end};
 
 /// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
 const RERUNS_MAX: u32 = 5;
@@ -53,6 +56,7 @@ pub(super) struct Processor<S, F> {
     pub(super) config: ConsumerConfig,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) counts: Arc<ConsumerCounts>,
+    pub(super) condition: Arc<Condition>,
 }
 
 /// How work ended, for the schedule and the guard.
@@ -92,10 +96,18 @@ where
         match jobs.len() {
             0 => Report::default(),
             1 => match jobs.pop() {
-                Some(job) => self.one(job, &mut leave).await,
+                Some(job) => {
+                    let incoming = &job.message.incoming;
+                    let span = handle_span(&self.inbox.consumer, &job.topic, incoming);
+                    self.one(job, &mut leave).instrument(span).await
+                }
                 None => Report::default(),
             },
-            _ => self.several(jobs, &mut leave).await,
+            _ => {
+                let traces = jobs.iter().map(|job| &job.message.incoming.message.trace);
+                let span = handle_batch_span(&self.inbox.consumer, traces.map(Option::as_ref));
+                self.several(jobs, &mut leave).instrument(span).await
+            }
         }
     }
 
@@ -108,13 +120,13 @@ where
             if batch.is_empty() {
                 return Report::default();
             }
-            let pause = match self.form.run(&self.inbox, &batch).await {
+            let pause = match self.attempt(&batch).await {
                 Attempt::Settled(ended) => {
                     let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
                     let attempts = attempts.map(|_| false).collect();
                     let settled = jobs.into_iter().zip(ended);
-                    let settled = settled
-                        .map(|(job, ended)| self.acknowledge(job.receipt, self.count(ended)));
+                    let settled =
+                        settled.map(|(job, ended)| self.acknowledge(job, Became::of(ended)));
                     join_all(settled).await;
                     return Report {
                         attempts,
@@ -160,10 +172,11 @@ where
             Past::Clean => self.attempts(job, leave).await,
             Past::Crashed => {
                 self.counts.crashed.fetch_add(1, Ordering::Relaxed);
+                tell_crash(&self.inbox.consumer);
                 self.fail(job, &Failure::crash(), Ask::Next, leave).await
             }
             Past::Duplicate => {
-                self.acknowledge(job.receipt, &self.counts.duplicates).await;
+                self.acknowledge(job, Became::Duplicate).await;
                 Report::default()
             }
             Past::Busy => self.put_off(job).await,
@@ -174,7 +187,7 @@ where
     async fn attempts(&self, job: Job, leave: &mut Leave) -> Report {
         let mut pauses = Pauses::new(&self.config);
         while job.receipt.is_current() {
-            let attempt = self.form.run(&self.inbox, &[&job.message]).await;
+            let attempt = self.attempt(&[&job.message]).await;
             let (failure, ask) = match attempt {
                 Attempt::Settled(ended) => return self.succeed(job, ended.first(), leave).await,
                 Attempt::Unrecorded(ended, error) => {
@@ -208,7 +221,7 @@ where
     async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) -> Report {
         let ended = *ended.unwrap_or(&Ended::Done);
         self.end(&job, leave).await;
-        self.acknowledge(job.receipt, self.count(ended)).await;
+        self.acknowledge(job, Became::of(ended)).await;
         Report::attempt(ended != Ended::Duplicate, false)
     }
 
@@ -248,11 +261,11 @@ where
             match self.copies.put(&step, &job).await {
                 Ok(()) => {
                     self.copies.tell(&step, &job);
-                    let count = match step {
-                        Step::Climb { .. } => &self.counts.retried,
-                        Step::Bury { .. } => &self.counts.dead,
+                    let became = match step {
+                        Step::Climb { .. } => Became::Retried,
+                        Step::Bury { story } => Became::Dead(story.reason),
                     };
-                    self.acknowledge(job.receipt, count).await;
+                    self.acknowledge(job, became).await;
                     break;
                 }
                 Err(error) => error!(
@@ -271,6 +284,7 @@ where
 
     async fn put_off(&self, job: Job) -> Report {
         let release = Settlement::Release { delay: BUSY_DELAY };
+        handled(&Span::current(), "put off", false);
         self.settle(job.receipt, release).await;
         Report::default()
     }
@@ -340,16 +354,28 @@ where
 
     // ---- Settlements and pauses
 
-    fn count(&self, ended: Ended) -> &AtomicU64 {
-        match ended {
-            Ended::Done | Ended::Skipped => &self.counts.handled,
-            Ended::Duplicate => &self.counts.duplicates,
+    async fn attempt(&self, batch: &[&Keyed]) -> Attempt {
+        let began = Instant::now();
+        let attempt = self.form.run(&self.inbox, batch).await;
+        tell_attempt(&self.inbox.consumer, &attempt, batch.len(), began.elapsed());
+        match &attempt {
+            Attempt::Unavailable(error) => self.condition.database(Some(error)),
+            _ => self.condition.database(None),
         }
+        attempt
     }
 
-    async fn acknowledge(&self, receipt: Box<dyn Receipt>, count: &AtomicU64) {
+    async fn acknowledge(&self, job: Job, became: Became) {
+        let count = match became {
+            Became::Handled => &self.counts.handled,
+            Became::Duplicate => &self.counts.duplicates,
+            Became::Retried => &self.counts.retried,
+            Became::Dead(_) => &self.counts.dead,
+        };
         count.fetch_add(1, Ordering::Relaxed);
-        self.settle(receipt, Settlement::Acknowledge).await;
+        let message = &job.message.incoming.message;
+        tell_end(&self.inbox.consumer, message, &became, || self.clock.now());
+        self.settle(job.receipt, Settlement::Acknowledge).await;
     }
 
     async fn settle(&self, receipt: Box<dyn Receipt>, settlement: Settlement) {
@@ -371,6 +397,7 @@ where
 
     fn patient(&self, pauses: &mut Pauses, error: &Error) -> Duration {
         warn!(consumer = self.inbox.consumer, %error, "database away; the message waits");
+        self.condition.database(Some(error));
         pauses.patient.next_delay()
     }
 

@@ -1,10 +1,12 @@
 //! Deliveries in hand: taken from the subscription, started as the schedule allows, ended.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt, pending};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::{JoinError, JoinSet};
+use tokio::time::MissedTickBehavior;
 use tracing::{debug, info, warn};
 
 use crate::broker::{Delivery, Subscription};
@@ -17,6 +19,9 @@ use super::guard::{Gate, Watch};
 use super::job::Job;
 use super::process::{Leave, Processor, Report};
 use super::schedule::{Company, Picked, Schedule, Slot};
+
+/// The longest that the loop waits before it makes a turn.
+const TURN_MAX: Duration = Duration::from_secs(1);
 
 /// Deliveries waiting and running.
 pub(super) struct Work<S, F> {
@@ -67,12 +72,21 @@ where
     /// Takes deliveries and starts handlers. Returns only with an error.
     pub(super) async fn run(&mut self, subscription: &mut dyn Subscription) -> Result<()> {
         let places = self.places.clone();
+        let condition = self.processor.condition.clone();
+        let pulse = condition
+            .vitals
+            .pulse("deliveries", self.processor.config.silence_max);
+        let mut ticks = tokio::time::interval(TURN_MAX);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            pulse.rest(TURN_MAX);
             self.start_ready();
             let room = self.room();
             let (places_wanted, gate) = (self.places_wanted(), self.guard.gate());
             let may_start = self.may_start();
             tokio::select! {
+                // A turn now and then shows that the loop lives.
+                _ = ticks.tick() => condition.subscription(&subscription.health()),
                 Some(ended) = self.running.join_next() => self.finish(ended)?,
                 // Something ready found no place; one that is given up need not have ended.
                 _ = places.acquire_many(places_wanted), if may_start => {}
