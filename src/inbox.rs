@@ -67,6 +67,8 @@ impl<S: InboxStore> Inbox<S> {
         let store = &self.store;
         let mut transaction = match store.begin().await {
             Ok(transaction) => transaction,
+            // Whoever holds SQLite's only lock need not have anything to do with this message.
+            Err(error) if error.kind() == ErrorKind::Busy => return Attempt::Unavailable(error),
             Err(error) => return before_the_work(error),
         };
         let keys: Vec<&str> = batch.iter().map(|message| &*message.key).collect();

@@ -210,7 +210,7 @@ CREATE INDEX ON relaybox_inbox (consumer, recorded_at);
 CREATE TABLE relaybox_inbox_start (
     consumer    text        NOT NULL,
     message_id  text        NOT NULL,
-    starts      int         NOT NULL,
+    run         text        NOT NULL,
     started_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (consumer, message_id)
 );

@@ -106,7 +106,7 @@ CREATE TABLE relaybox_inbox (
 CREATE TABLE relaybox_inbox_start (
     consumer    TEXT    NOT NULL,
     message_id  TEXT    NOT NULL,
-    starts      INTEGER NOT NULL,
+    run         TEXT    NOT NULL,
     started_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
     PRIMARY KEY (consumer, message_id),
     -- Only for its index: CREATE INDEX cannot follow a schema prefix.

@@ -6,6 +6,9 @@ use std::time::Duration;
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::error::{Result, within};
 
+/// However the pauses are set, they are pauses.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+
 /// When a consumer pauses because most of its attempts fail. By default after 90 of the last 100.
 ///
 /// It then starts nothing for a while, and after that one message alone. If its attempt fails too, that message goes its way
@@ -67,8 +70,8 @@ pub(super) enum Gate {
     Paused,
     /// One message.
     Probe,
-    /// Nothing until that one has ended.
-    Probing,
+    /// Nothing until that one has ended; its number.
+    Probing(u64),
 }
 
 /// The guard at work. Pure: somebody else waits.
@@ -79,6 +82,7 @@ pub(super) struct Watch {
     last: VecDeque<bool>,
     failed: usize,
     gate: Gate,
+    probes: u64,
     pauses: Option<Delays>,
 }
 
@@ -89,6 +93,7 @@ impl Watch {
             last: VecDeque::new(),
             failed: 0,
             gate: Gate::Open,
+            probes: 0,
             pauses: None,
         }
     }
@@ -97,17 +102,17 @@ impl Watch {
         self.gate
     }
 
-    /// Something is started; whether it is the probe.
-    pub(super) fn started(&mut self) -> bool {
-        let probe = self.gate == Gate::Probe;
-        if probe {
-            self.gate = Gate::Probing;
-        }
-        probe
+    /// Something is started; its number, if it is the probe.
+    pub(super) fn started(&mut self) -> Option<u64> {
+        (self.gate == Gate::Probe).then(|| {
+            self.probes += 1;
+            self.gate = Gate::Probing(self.probes);
+            self.probes
+        })
     }
 
     /// An attempt has ended, and failed or not. Returns how long to pause, if that is what follows.
-    pub(super) fn ended(&mut self, probe: bool, failed: bool) -> Option<Duration> {
+    pub(super) fn ended(&mut self, probe: Option<u64>, failed: bool) -> Option<Duration> {
         let settings = self.settings.as_ref()?;
         match self.gate {
             Gate::Open => {
@@ -120,20 +125,20 @@ impl Watch {
                 let most = self.failed * 100 >= settings.percent * settings.window;
                 (full && most).then(|| self.pause())
             }
-            Gate::Probing if probe && failed => Some(self.pause()),
-            Gate::Probing if probe => {
+            Gate::Probing(number) if probe == Some(number) && failed => Some(self.pause()),
+            Gate::Probing(number) if probe == Some(number) => {
                 self.gate = Gate::Open;
                 self.pauses = None;
                 None
             }
             // Started before the pause: it says nothing about now.
-            Gate::Paused | Gate::Probe | Gate::Probing => None,
+            Gate::Paused | Gate::Probe | Gate::Probing(_) => None,
         }
     }
 
     /// What was started has ended; if it was the probe and no attempt came of it (a duplicate), the next one is.
-    pub(super) fn finished(&mut self, probe: bool) {
-        if probe && self.gate == Gate::Probing {
+    pub(super) fn finished(&mut self, probe: Option<u64>) {
+        if probe.is_some_and(|number| self.gate == Gate::Probing(number)) {
             self.gate = Gate::Probe;
         }
     }
@@ -155,7 +160,7 @@ impl Watch {
         let pauses = self
             .pauses
             .get_or_insert_with(|| settings.pause.delays(fastrand::u64(..)));
-        pauses.next_delay()
+        pauses.next_delay().max(PAUSE_MIN)
     }
 }
 
@@ -172,12 +177,12 @@ mod tests {
     #[test]
     fn it_pauses_when_most_of_a_full_window_failed_and_not_before() {
         let mut watch = watch();
-        assert!((0..9).all(|_| watch.ended(false, true).is_none()));
-        assert_eq!(watch.ended(false, true), Some(Duration::from_secs(1)));
+        assert!((0..9).all(|_| watch.ended(None, true).is_none()));
+        assert_eq!(watch.ended(None, true), Some(Duration::from_secs(1)));
         assert_eq!(watch.gate(), Gate::Paused);
         let mut watch = self::watch();
         for n in 0..200 {
-            assert_eq!(watch.ended(false, n % 3 != 0), None, "two of three fail");
+            assert_eq!(watch.ended(None, n % 3 != 0), None, "two of three fail");
         }
         assert_eq!(watch.gate(), Gate::Open);
     }
@@ -185,25 +190,27 @@ mod tests {
     #[test]
     fn a_probe_that_fails_makes_the_pause_longer_and_one_that_succeeds_ends_it() {
         let mut watch = watch();
-        assert!((0..10).filter_map(|_| watch.ended(false, true)).count() == 1);
+        assert!((0..10).filter_map(|_| watch.ended(None, true)).count() == 1);
         watch.resume();
         assert_eq!(watch.gate(), Gate::Probe);
-        assert!(watch.started());
-        assert_eq!(watch.gate(), Gate::Probing);
-        assert_eq!(watch.ended(false, false), None, "it began before the pause");
-        assert_eq!(watch.ended(true, true), Some(Duration::from_secs(2)));
-        watch.finished(true);
+        let first = watch.started();
+        assert_eq!(watch.gate(), Gate::Probing(1));
+        assert_eq!(watch.ended(None, false), None, "it began before the pause");
+        assert_eq!(watch.ended(first, true), Some(Duration::from_secs(2)));
         assert_eq!(watch.gate(), Gate::Paused);
         watch.resume();
-        assert!(watch.started());
-        watch.finished(true);
+        let second = watch.started();
+        watch.finished(first);
+        assert_eq!(watch.gate(), Gate::Probing(2), "the first one lingered");
+        watch.finished(second);
         assert_eq!(watch.gate(), Gate::Probe, "a duplicate proves nothing");
-        assert!(watch.started());
-        assert_eq!(watch.ended(true, false), None);
+        let third = watch.started();
+        assert_eq!(watch.ended(second, false), None);
+        assert_eq!(watch.ended(third, false), None);
         assert_eq!(watch.gate(), Gate::Open);
-        assert!((0..9).all(|_| watch.ended(false, true).is_none()));
+        assert!((0..9).all(|_| watch.ended(None, true).is_none()));
         assert_eq!(
-            watch.ended(false, true),
+            watch.ended(None, true),
             Some(Duration::from_secs(1)),
             "anew"
         );
@@ -212,7 +219,7 @@ mod tests {
     #[test]
     fn without_a_guard_nothing_pauses() {
         let mut watch = Watch::new(None);
-        assert!((0..1_000).all(|_| watch.ended(false, true).is_none()));
+        assert!((0..1_000).all(|_| watch.ended(None, true).is_none()));
         assert_eq!(watch.gate(), Gate::Open);
     }
 

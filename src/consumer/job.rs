@@ -74,8 +74,10 @@ pub(super) struct Job {
 pub(super) enum Lot {
     /// Handle it.
     Work,
-    /// Handle it and keep book of that: it may have ended a process.
+    /// It may have ended a process: find out whether it is in work, or done.
     Suspect,
+    /// It is neither: handle it while nothing else runs, and keep book of that.
+    Watched,
     /// A copy of another consumer, on a rung that several share.
     Foreign,
     /// The inbox could not remember it.
@@ -124,14 +126,11 @@ impl Job {
             };
         }
         let key = key.of(&incoming).or_else(|| {
-            (missing == MissingId::BrokerCoordinates).then(|| {
-                incoming
-                    .story
-                    .origin
-                    .as_ref()
-                    .unwrap_or(&origin)
-                    .to_string()
-            })
+            // A copy on a rung that had no room for its origin has no coordinates of its own either.
+            let place = (incoming.story.origin.as_ref()).or((!on_rung).then_some(&origin));
+            place
+                .filter(|_| missing == MissingId::BrokerCoordinates)
+                .map(ToString::to_string)
         });
         if lot == Lot::Work {
             lot = match key {
@@ -155,8 +154,8 @@ impl Job {
     pub(super) const fn company(&self) -> Company {
         match self.lot {
             Lot::Work => Company::Batch,
-            Lot::Suspect => Company::Isolated,
-            Lot::Foreign | Lot::Unkeyed => Company::Alone,
+            Lot::Watched => Company::Isolated,
+            Lot::Suspect | Lot::Foreign | Lot::Unkeyed => Company::Alone,
         }
     }
 

@@ -52,7 +52,7 @@ use copies::Copies;
 use form::{Batches, Form, Outside, Single};
 use health::Condition;
 use job::Homes;
-use process::Processor;
+use process::{Memory, Processor};
 use work::Work;
 
 /// Pause between clean-ups of the inbox.
@@ -292,6 +292,9 @@ impl<S: InboxStore> Consumer<S> {
         stop.send_replace(true);
         let stopping = Instant::now();
         let drained = tokio::time::timeout(deadline, work.drain()).await.is_ok();
+        if !drained {
+            processor.forget_what_was_cut_off().await;
+        }
         let left = deadline.saturating_sub(stopping.elapsed());
         let closed = subscription.close(left.max(Duration::from_secs(1))).await;
         if let Err(error) = &closed {
@@ -323,6 +326,7 @@ impl<S: InboxStore> Consumer<S> {
             clock: self.clock,
             counts: self.counts,
             condition: self.condition,
+            memory: Memory::new(),
         }
     }
 

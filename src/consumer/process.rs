@@ -1,20 +1,24 @@
 //! What was picked together, from the first attempt to the settlement.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use tracing::{Instrument, Span, debug, error, warn};
 
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::broker::{Receipt, Settlement};
 use crate::clock::Clock;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::event::{handle_batch_span, handle_span, handled};
 use crate::inbox::{Attempt, Ended, Inbox, Keyed};
 use crate::ladder::{Ask, Step};
+use crate::message::MessageId;
 use crate::store::{InboxStore, Recorded};
 use crate::story::Reason;
 
@@ -27,7 +31,13 @@ use super::outcome::Failure;
 use super::tell::{Became, tell_attempt, tell_crash, tell_end};
 
 /// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
-const RERUNS_MAX: u32 = 5;
+const RERUNS_MAX: u32 = 10;
+/// However the pauses are set, nobody asks a database that is away without one.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+/// How long a stop may take to note that it cut work off.
+const CUT_OFF_MAX: Duration = Duration::from_secs(2);
+/// Keys of messages that were put off, at most; beyond that one more is examined when it comes again.
+const PUT_OFF_MAX: usize = 10_000;
 
 /// How long a message stays away that is being handled elsewhere.
 const BUSY_DELAY: Duration = Duration::from_secs(1);
@@ -57,15 +67,41 @@ pub(super) struct Processor<S, F> {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) counts: Arc<ConsumerCounts>,
     pub(super) condition: Arc<Condition>,
+    pub(super) memory: Memory,
 }
 
-/// How work ended, for the schedule and the guard.
+/// What one run of a consumer knows about its own doings.
 #[derive(Default)]
-pub(super) struct Report {
-    /// To be handled again, each alone.
-    pub(super) returned: Vec<Job>,
-    /// Attempts that ended, and whether they failed.
-    pub(super) attempts: Vec<bool>,
+pub(super) struct Memory {
+    /// Names this run where it notes that work begins.
+    run: String,
+    /// The key of the message that is noted, one at a time.
+    noted: Mutex<Option<String>>,
+    /// Keys of messages that were put off: they come again as redelivered, and are no suspects for that.
+    put_off: Mutex<HashSet<String>>,
+}
+
+impl Memory {
+    pub(super) fn new() -> Self {
+        Self {
+            run: MessageId::generate().as_str().to_owned(),
+            ..Self::default()
+        }
+    }
+
+    fn noted(&self) -> MutexGuard<'_, Option<String>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put_off(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.put_off.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether an attempt failed, and the number of the probe that it was.
+pub(super) struct Verdict {
+    pub(super) probe: Option<u64>,
+    pub(super) failed: bool,
 }
 
 /// What a task may do: occupy a handler, and go on until it is told to stop.
@@ -73,16 +109,25 @@ pub(super) struct Leave {
     /// Given up when only the broker is waited for.
     pub(super) place: Option<OwnedSemaphorePermit>,
     pub(super) stop: watch::Receiver<bool>,
+    pub(super) probe: Option<u64>,
+    pub(super) verdicts: UnboundedSender<Verdict>,
 }
 
-/// What is known of a suspect before it is handled.
-enum Past {
-    Clean,
-    Crashed,
-    Duplicate,
-    Busy,
-    /// It is no longer ours, or the consumer stops.
-    Gone,
+impl Leave {
+    /// At once, and not with the end of the task: that may wait for the broker to take a copy.
+    fn ended(&self, failed: bool) {
+        let probe = self.probe;
+        let _ = self.verdicts.send(Verdict { probe, failed });
+    }
+}
+
+/// How it stands with a suspect.
+#[derive(PartialEq, Eq)]
+enum Standing {
+    /// Nobody works on it, and nobody has.
+    Free,
+    Done,
+    InWork,
 }
 
 impl<S, F> Processor<S, F>
@@ -90,18 +135,18 @@ where
     S: InboxStore,
     F: Form<S>,
 {
-    /// Works to the settlement of each. Returns without settling what is no longer ours, and at a stop: then it is delivered
-    /// again.
-    pub(super) async fn process(&self, mut jobs: Vec<Job>, mut leave: Leave) -> Report {
+    /// Works to the settlement of each, and returns those that are to be handled again, alone. What is no longer ours is left
+    /// unsettled, and so is everything at a stop: then it is delivered again.
+    pub(super) async fn process(&self, mut jobs: Vec<Job>, mut leave: Leave) -> Vec<Job> {
         match jobs.len() {
-            0 => Report::default(),
+            0 => Vec::new(),
             1 => match jobs.pop() {
                 Some(job) => {
                     let incoming = &job.message.incoming;
                     let span = handle_span(&self.inbox.consumer, &job.topic, incoming);
                     self.one(job, &mut leave).instrument(span).await
                 }
-                None => Report::default(),
+                None => Vec::new(),
             },
             _ => {
                 let traces = jobs.iter().map(|job| &job.message.incoming.message.trace);
@@ -112,79 +157,84 @@ where
     }
 
     /// All in one transaction; if that does not work, they are to be handled each alone.
-    async fn several(&self, mut jobs: Vec<Job>, leave: &mut Leave) -> Report {
+    async fn several(&self, mut jobs: Vec<Job>, leave: &mut Leave) -> Vec<Job> {
         let mut pauses = Pauses::new(&self.config);
         loop {
             jobs.retain(|job| job.receipt.is_current());
             let batch: Vec<&Keyed> = jobs.iter().map(|job| &job.message).collect();
             if batch.is_empty() {
-                return Report::default();
+                return jobs;
             }
             let pause = match self.attempt(&batch).await {
                 Attempt::Settled(ended) => {
                     let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
-                    let attempts = attempts.map(|_| false).collect();
+                    attempts.for_each(|_| leave.ended(false));
                     let settled = jobs.into_iter().zip(ended);
                     let settled =
                         settled.map(|(job, ended)| self.acknowledge(job, Became::of(ended)));
                     join_all(settled).await;
-                    return Report {
-                        attempts,
-                        ..Report::default()
-                    };
+                    return Vec::new();
                 }
                 Attempt::Rerun(failure) => self.quick(&mut pauses, &failure),
                 Attempt::Unavailable(error) => Some(self.patient(&mut pauses, &error)),
-                Attempt::Failed { .. } | Attempt::Busy | Attempt::Unrecorded(..) => None,
+                Attempt::Failed { failure, .. } => {
+                    let (consumer, count) = (&self.inbox.consumer, jobs.len());
+                    debug!(consumer, count, %failure, "a batch failed; its messages are handled alone");
+                    None
+                }
+                Attempt::Busy | Attempt::Unrecorded(..) => None,
             };
             match pause {
-                Some(pause) if self.wait(pause, leave).await => return Report::default(),
+                Some(pause) if self.wait(pause, leave).await => return Vec::new(),
                 Some(_) => {}
-                None => {
-                    return Report {
-                        returned: jobs,
-                        ..Report::default()
-                    };
-                }
+                None => return jobs,
             }
         }
     }
 
-    async fn one(&self, job: Job, leave: &mut Leave) -> Report {
-        let past = match job.lot {
+    async fn one(&self, mut job: Job, leave: &mut Leave) -> Vec<Job> {
+        match job.lot {
+            Lot::Work => self.attempts(job, leave).await,
             Lot::Foreign => {
                 debug!(
                     consumer = self.inbox.consumer,
                     "copy on a shared rung belongs to another consumer"
                 );
                 self.settle(job.receipt, Settlement::Acknowledge).await;
-                return Report::default();
             }
             Lot::Unkeyed => {
                 let failure = Failure::new("the message has no usable id");
                 let ask = Ask::Never(Some(Reason::new(Reason::MISSING_ID)));
-                return self.fail(job, &failure, ask, leave).await;
+                self.fail(job, &failure, ask, leave).await;
             }
-            Lot::Work => Past::Clean,
-            Lot::Suspect => self.past(&job, leave).await,
-        };
-        match past {
-            Past::Clean => self.attempts(job, leave).await,
-            Past::Crashed => {
-                self.counts.crashed.fetch_add(1, Ordering::Relaxed);
-                tell_crash(&self.inbox.consumer);
-                self.fail(job, &Failure::crash(), Ask::Next, leave).await
-            }
-            Past::Duplicate => {
-                self.acknowledge(job, Became::Duplicate).await;
-                Report::default()
-            }
-            Past::Busy => self.put_off(job).await,
-            Past::Gone => Report::default(),
+            Lot::Suspect => match self.patiently(&job, leave, || self.standing(&job)).await {
+                Some(Standing::Free) => {
+                    job.lot = Lot::Watched;
+                    return vec![job];
+                }
+                Some(Standing::Done) => {
+                    self.end(&job, leave).await;
+                    self.acknowledge(job, Became::Duplicate).await;
+                }
+                Some(Standing::InWork) => self.put_off(job).await,
+                None => {}
+            },
+            Lot::Watched => match self.patiently(&job, leave, || self.begin(&job)).await {
+                Some(true) => {
+                    self.counts.crashed.fetch_add(1, Ordering::Relaxed);
+                    tell_crash(&self.inbox.consumer);
+                    self.fail(job, &Failure::crash(), Ask::Next, leave).await;
+                }
+                Some(false) => self.attempts(job, leave).await,
+                None => {
+                    self.end(&job, leave).await;
+                }
+            },
         }
+        Vec::new()
     }
 
-    async fn attempts(&self, job: Job, leave: &mut Leave) -> Report {
+    async fn attempts(&self, job: Job, leave: &mut Leave) {
         let mut pauses = Pauses::new(&self.config);
         while job.receipt.is_current() {
             let attempt = self.attempt(&[&job.message]).await;
@@ -215,46 +265,42 @@ where
         }
         // It went to another member, or the consumer stops while the database is away: no process ended over it.
         self.end(&job, leave).await;
-        Report::default()
     }
 
-    async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) -> Report {
+    async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) {
         let ended = *ended.unwrap_or(&Ended::Done);
+        if ended != Ended::Duplicate {
+            leave.ended(false);
+        }
         self.end(&job, leave).await;
         self.acknowledge(job, Became::of(ended)).await;
-        Report::attempt(ended != Ended::Duplicate, false)
     }
 
-    /// The work is done, outside of any transaction: only the record of it is tried again.
-    async fn record_late(
-        &self,
-        job: Job,
-        ended: Ended,
-        mut error: Error,
-        leave: &mut Leave,
-    ) -> Report {
+    /// The work is done, outside of any transaction: only the record of it is tried again, also where the message went to
+    /// another member meanwhile, who would do it again.
+    async fn record_late(&self, job: Job, ended: Ended, mut error: Error, leave: &mut Leave) {
         let mut pauses = Pauses::new(&self.config);
-        while job.receipt.is_current() {
+        loop {
             let pause = self.patient(&mut pauses, &error);
             if self.wait(pause, leave).await {
-                break;
+                self.end(&job, leave).await;
+                return;
             }
             match self.inbox.remember(&job.message.key).await {
                 Ok(()) => return self.succeed(job, Some(&ended), leave).await,
                 Err(again) => error = again,
             }
         }
-        Report::default()
     }
 
     /// Puts the copy where the ladder says, and only after its confirm acknowledges the original. While the copy is not
     /// confirmed nothing is acknowledged, and the message's key waits.
-    async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) -> Report {
-        let report = Report::attempt(true, true);
+    async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) {
+        leave.ended(true);
         let step = self.copies.step(&job, failure, ask);
         // Before the copy can be seen: there, an old start would look like another crash.
         if !self.end(&job, leave).await {
-            return report;
+            return;
         }
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         while job.receipt.is_current() {
@@ -275,28 +321,47 @@ where
             }
             // Messages whose copies nobody takes must not keep the handlers from those that need none.
             drop(leave.place.take());
-            if self.wait(patient.next_delay(), leave).await {
+            let pause = patient.next_delay().max(PAUSE_MIN);
+            if self.wait(pause, leave).await {
                 break;
             }
         }
-        report
     }
 
-    async fn put_off(&self, job: Job) -> Report {
-        let release = Settlement::Release { delay: BUSY_DELAY };
+    async fn put_off(&self, job: Job) {
+        warn!(
+            consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
+            "message is in work elsewhere, in a transaction that does not end; it is put off"
+        );
         handled(&Span::current(), "put off", false);
+        {
+            let mut put_off = self.memory.put_off();
+            if put_off.len() < PUT_OFF_MAX {
+                put_off.insert(job.message.key.clone());
+            }
+        }
+        let release = Settlement::Release { delay: BUSY_DELAY };
         self.settle(job.receipt, release).await;
-        Report::default()
+    }
+
+    /// What a delivery is to this run: one that it put off itself is no suspect.
+    pub(super) fn recognise(&self, job: &mut Job) {
+        if job.lot == Lot::Suspect && self.memory.put_off().remove(&job.message.key) {
+            job.lot = Lot::Work;
+        }
     }
 
     // ---- Suspects
 
-    /// Notes that the work begins, and tells whether an earlier start never came to its end.
-    async fn past(&self, job: &Job, leave: &mut Leave) -> Past {
+    /// Asks until the database answers; `None` when the message is no longer ours, or the consumer stops.
+    async fn patiently<T, A>(&self, job: &Job, leave: &mut Leave, ask: impl Fn() -> A) -> Option<T>
+    where
+        A: Future<Output = Result<T, Error>>,
+    {
         let mut pauses = Pauses::new(&self.config);
         while job.receipt.is_current() {
-            match self.look_back(job).await {
-                Ok(past) => return past,
+            match ask().await {
+                Ok(answer) => return Some(answer),
                 Err(error) => {
                     let pause = self.patient(&mut pauses, &error);
                     if self.wait(pause, leave).await {
@@ -305,34 +370,40 @@ where
                 }
             }
         }
-        Past::Gone
+        None
     }
 
-    async fn look_back(&self, job: &Job) -> Result<Past, Error> {
+    /// Whoever works on a message holds its key.
+    async fn standing(&self, job: &Job) -> Result<Standing, Error> {
         let Inbox {
             store, consumer, ..
         } = &self.inbox;
-        let key = &*job.message.key;
-        // Whoever works on it holds its key: it is alive, and its start no sign of a crash.
+        let keys = [&*job.message.key];
         let mut transaction = store.begin().await?;
-        let recorded = store.record(&mut transaction, consumer, &[key]).await;
+        let recorded = store.record(&mut transaction, consumer, &keys).await;
         let rolled_back = store.rollback(transaction).await;
         match recorded {
-            Err(error) if error.kind() == crate::ErrorKind::Busy => return Ok(Past::Busy),
-            Err(error) => return Err(error),
-            Ok(recorded) if recorded.first() == Some(&Recorded::Duplicate) => {
-                return Ok(Past::Duplicate);
-            }
-            Ok(_) => rolled_back?,
+            Err(error) if error.kind() == ErrorKind::Busy => Ok(Standing::InWork),
+            Err(error) => Err(error),
+            Ok(recorded) if recorded.first() == Some(&Recorded::Duplicate) => Ok(Standing::Done),
+            Ok(_) => rolled_back.map(|()| Standing::Free),
         }
-        let crashed = store.note_start(consumer, key).await? > 0;
-        Ok(if crashed { Past::Crashed } else { Past::Clean })
     }
 
-    /// The work has come to an end, also where the message went to another member meanwhile: forgets the start of a suspect.
-    /// Whether that was done before the consumer had to stop.
+    /// Notes that the work begins, and tells whether that of another run never came to its end.
+    async fn begin(&self, job: &Job) -> Result<bool, Error> {
+        let Inbox {
+            store, consumer, ..
+        } = &self.inbox;
+        let key = &job.message.key;
+        *self.memory.noted() = Some(key.clone());
+        store.note_start(consumer, key, &self.memory.run).await
+    }
+
+    /// The work has come to an end, also where the message went to another member meanwhile: forgets its start. Whether that
+    /// was done before the consumer had to stop.
     async fn end(&self, job: &Job, leave: &mut Leave) -> bool {
-        if job.lot != Lot::Suspect {
+        if !matches!(job.lot, Lot::Suspect | Lot::Watched) {
             return true;
         }
         let Inbox {
@@ -340,8 +411,11 @@ where
         } = &self.inbox;
         let mut pauses = Pauses::new(&self.config);
         loop {
-            match store.forget_starts(consumer, &job.message.key).await {
-                Ok(()) => return true,
+            match store.forget_start(consumer, &job.message.key).await {
+                Ok(()) => {
+                    self.memory.noted().take_if(|key| *key == job.message.key);
+                    return true;
+                }
                 Err(error) => {
                     let pause = self.patient(&mut pauses, &error);
                     if self.wait(pause, leave).await {
@@ -349,6 +423,23 @@ where
                     }
                 }
             }
+        }
+    }
+
+    /// Work that was cut off by the deadline of a stop has ended no process.
+    pub(super) async fn forget_what_was_cut_off(&self) {
+        let Some(key) = self.memory.noted().take() else {
+            return;
+        };
+        let forgotten = self.inbox.store.forget_start(&self.inbox.consumer, &key);
+        if !matches!(
+            tokio::time::timeout(CUT_OFF_MAX, forgotten).await,
+            Ok(Ok(()))
+        ) {
+            warn!(
+                consumer = self.inbox.consumer,
+                "a message that was cut off by the stop will look as if it had ended the process"
+            );
         }
     }
 
@@ -398,7 +489,7 @@ where
     fn patient(&self, pauses: &mut Pauses, error: &Error) -> Duration {
         warn!(consumer = self.inbox.consumer, %error, "database away; the message waits");
         self.condition.database(Some(error));
-        pauses.patient.next_delay()
+        pauses.patient.next_delay().max(PAUSE_MIN)
     }
 
     /// Waits; `true` when the consumer is told to stop meanwhile.
@@ -406,15 +497,6 @@ where
         tokio::select! {
             () = self.clock.sleep(pause) => false,
             _ = leave.stop.wait_for(|stop| *stop) => true,
-        }
-    }
-}
-
-impl Report {
-    fn attempt(was_one: bool, failed: bool) -> Self {
-        Self {
-            attempts: if was_one { vec![failed] } else { Vec::new() },
-            ..Self::default()
         }
     }
 }
@@ -428,9 +510,9 @@ struct Pauses {
 
 impl Pauses {
     fn new(config: &ConsumerConfig) -> Self {
-        let quick = DelayPolicy::exponential(Duration::from_millis(5))
-            .with_jitter(Jitter::Full)
-            .with_cap(Duration::from_millis(200));
+        let quick = DelayPolicy::exponential(Duration::from_millis(10))
+            .with_jitter(Jitter::Equal)
+            .with_cap(Duration::from_secs(1));
         Self {
             reruns: 0,
             quick: quick.delays(fastrand::u64(..)),

@@ -128,6 +128,31 @@ impl<T> Schedule<T> {
         }
     }
 
+    /// Drops what is not to be kept, of all that waits.
+    pub(super) fn retain(&mut self, keep: impl Fn(&T) -> bool) {
+        let mut freed = Vec::new();
+        self.ready.retain(|(slot, _, item)| {
+            let kept = keep(item);
+            if !kept {
+                freed.push(slot.clone());
+            }
+            kept
+        });
+        for behind in self.busy.values_mut() {
+            let before = behind.len();
+            behind.retain(|(_, item)| keep(item));
+            self.waiting -= before - behind.len();
+        }
+        self.finish(freed, Vec::new());
+    }
+
+    /// Everything that waits.
+    pub(super) fn items(&self) -> impl Iterator<Item = &T> {
+        let ready = self.ready.iter().map(|(_, _, item)| item);
+        let behind = self.busy.values().flatten().map(|(_, item)| item);
+        ready.chain(behind)
+    }
+
     /// Whether a delivery could be started.
     pub(super) fn has_ready(&self) -> bool {
         !self.ready.is_empty()
@@ -236,6 +261,30 @@ mod tests {
             schedule.finish(picked.slots, vec![]);
         }
         assert_eq!(order, [[1], [3], [2], [4]]);
+        assert_eq!(schedule.len(), 0);
+    }
+
+    #[test]
+    fn what_is_dropped_frees_its_key_and_leaves_the_rest_in_order() {
+        let mut schedule = Schedule::new();
+        for (name, n) in [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("a", 5), ("c", 6)] {
+            schedule.push(key(name), Batch, n);
+        }
+        schedule.push(None, Batch, 7);
+        let (slots, items) = pick(&mut schedule, 1);
+        assert_eq!(items, [1]);
+        schedule.retain(|n| ![3, 4, 7].contains(n));
+        assert_eq!(schedule.len(), 3);
+        assert_eq!(pick(&mut schedule, 1).1, [6]);
+        assert!(schedule.next(1).is_none());
+        schedule.finish(slots, vec![]);
+        schedule.push(key("b"), Batch, 8);
+        assert_eq!(pick(&mut schedule, 9).1, [2, 8, 5]);
+        let mut schedule = Schedule::new();
+        schedule.push(key("a"), Batch, 1);
+        schedule.push(key("a"), Batch, 2);
+        schedule.retain(|n| *n != 1);
+        assert_eq!(pick(&mut schedule, 1).1, [2]);
         assert_eq!(schedule.len(), 0);
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt, pending};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::MissedTickBehavior;
@@ -17,7 +18,7 @@ use super::RECEIVE_PAUSE;
 use super::form::Form;
 use super::guard::{Gate, Watch};
 use super::job::Job;
-use super::process::{Leave, Processor, Report};
+use super::process::{Leave, Processor, Verdict};
 use super::schedule::{Company, Picked, Schedule, Slot};
 
 /// The longest that the loop waits before it makes a turn.
@@ -35,8 +36,11 @@ pub(super) struct Work<S, F> {
     running_count: usize,
     running_bytes: usize,
     waiting_bytes: usize,
+    /// The largest delivery so far.
+    bytes_seen: usize,
     guard: Watch,
     pause: BoxFuture<'static, ()>,
+    verdicts: (UnboundedSender<Verdict>, UnboundedReceiver<Verdict>),
     stopped: watch::Receiver<bool>,
 }
 
@@ -45,8 +49,8 @@ struct Finished {
     slots: Vec<Slot>,
     count: usize,
     bytes: usize,
-    probe: bool,
-    report: Report,
+    probe: Option<u64>,
+    returned: Vec<Job>,
 }
 
 impl<S, F> Work<S, F>
@@ -62,6 +66,8 @@ where
             running_count: 0,
             running_bytes: 0,
             waiting_bytes: 0,
+            bytes_seen: 0,
+            verdicts: unbounded_channel(),
             guard: Watch::new(processor.config.failure_guard.clone()),
             pause: pending().boxed(),
             stopped,
@@ -86,7 +92,11 @@ where
             let may_start = self.may_start();
             tokio::select! {
                 // A turn now and then shows that the loop lives.
-                _ = ticks.tick() => condition.subscription(&subscription.health()),
+                _ = ticks.tick() => {
+                    condition.subscription(&subscription.health());
+                    self.drop_what_is_gone();
+                }
+                Some(verdict) = self.verdicts.1.recv() => self.judge(&verdict),
                 Some(ended) = self.running.join_next() => self.finish(ended)?,
                 // Something ready found no place; one that is given up need not have ended.
                 _ = places.acquire_many(places_wanted), if may_start => {}
@@ -114,7 +124,34 @@ where
         if held > 0 && self.running_bytes + self.waiting_bytes >= config.in_flight_bytes_max {
             return 0;
         }
-        config.in_flight_max.saturating_sub(held)
+        let room = config.in_flight_max.saturating_sub(held);
+        // What comes is not larger than the largest so far, most likely; the first comes alone.
+        let bytes_left =
+            config.in_flight_bytes_max - self.running_bytes.min(config.in_flight_bytes_max);
+        let bytes_left = bytes_left.saturating_sub(self.waiting_bytes);
+        let fitting = bytes_left.checked_div(self.bytes_seen).unwrap_or(1);
+        room.min(fitting.max(1))
+    }
+
+    /// Deliveries that went to another member must not seem to be in work: a rebalance waits for what is.
+    fn drop_what_is_gone(&mut self) {
+        self.schedule.retain(|job| job.receipt.is_current());
+        self.waiting_bytes = self.schedule.items().map(Job::bytes).sum();
+    }
+
+    fn judge(&mut self, verdict: &Verdict) {
+        let Verdict { probe, failed } = *verdict;
+        let was = self.guard.gate();
+        if let Some(pause) = self.guard.ended(probe, failed) {
+            warn!(
+                consumer = self.name(),
+                ?pause,
+                "most attempts fail; nothing is started until the pause is over, and then one message"
+            );
+            self.pause = self.processor.clock.sleep(pause);
+        } else if was != Gate::Open && self.guard.gate() == Gate::Open {
+            info!(consumer = self.name(), "an attempt succeeded; all goes on");
+        }
     }
 
     fn take(&mut self, deliveries: Vec<Delivery>) {
@@ -125,14 +162,16 @@ where
             ..
         } = &*self.processor;
         for delivery in deliveries {
-            let job = Job::of(
+            let mut job = Job::of(
                 delivery,
                 &inbox.consumer,
                 homes,
                 &config.inbox_key,
                 config.missing_id,
             );
+            self.processor.recognise(&mut job);
             self.waiting_bytes += job.bytes();
+            self.bytes_seen = self.bytes_seen.max(job.bytes());
             self.schedule.push(job.slot(), job.company(), job);
         }
     }
@@ -158,10 +197,9 @@ where
                 return;
             };
             let probe = self.guard.started();
-            let count_max = if probe {
-                1
-            } else {
-                self.processor.form.batch_max()
+            let count_max = match probe {
+                Some(_) => 1,
+                None => self.processor.form.batch_max(),
             };
             if let Some(picked) = self.schedule.next(count_max) {
                 self.start(picked, probe, place);
@@ -169,7 +207,7 @@ where
         }
     }
 
-    fn start(&mut self, picked: Picked<Job>, probe: bool, place: OwnedSemaphorePermit) {
+    fn start(&mut self, picked: Picked<Job>, probe: Option<u64>, place: OwnedSemaphorePermit) {
         let Picked { slots, items } = picked;
         self.waiting_bytes -= items.iter().map(Job::bytes).sum::<usize>();
         let (items, gone): (Vec<_>, Vec<_>) =
@@ -193,15 +231,17 @@ where
         let leave = Leave {
             place: Some(place),
             stop: self.stopped.clone(),
+            probe,
+            verdicts: self.verdicts.0.clone(),
         };
         self.running.spawn(async move {
-            let report = processor.process(items, leave).await;
+            let returned = processor.process(items, leave).await;
             Finished {
                 slots,
                 count,
                 bytes,
                 probe,
-                report,
+                returned,
             }
         });
     }
@@ -214,23 +254,18 @@ where
         })?;
         self.running_count -= ended.count;
         self.running_bytes -= ended.bytes;
-        for failed in ended.report.attempts {
-            if let Some(pause) = self.guard.ended(ended.probe, failed) {
-                warn!(
-                    consumer = self.name(),
-                    ?pause,
-                    "most attempts fail; nothing is started until the pause is over, and then one message"
-                );
-                self.pause = self.processor.clock.sleep(pause);
-            } else if ended.probe && self.guard.gate() == Gate::Open {
-                info!(consumer = self.name(), "an attempt succeeded; all goes on");
-            }
+        // What the task said before it ended.
+        while let Ok(verdict) = self.verdicts.1.try_recv() {
+            self.judge(&verdict);
         }
         self.guard.finished(ended.probe);
-        let returned = ended.report.returned.into_iter();
-        let returned = returned.map(|job| {
+        let returned = ended.returned.into_iter().map(|job| {
             self.waiting_bytes += job.bytes();
-            (job.slot(), Company::Alone, job)
+            let company = match job.company() {
+                Company::Batch => Company::Alone,
+                other => other,
+            };
+            (job.slot(), company, job)
         });
         let returned = returned.collect();
         self.schedule.finish(ended.slots, returned);

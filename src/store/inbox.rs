@@ -84,12 +84,18 @@ pub trait InboxStore: Send + Sync + 'static {
     /// Whether the key is recorded, in a committed transaction; waits for nobody.
     fn is_recorded(&self, consumer: &str, key: &str) -> impl Future<Output = Result<bool>> + Send;
 
-    /// Takes durable note, in a transaction of its own, that work on a message begins which may end its process. Returns how
-    /// many earlier starts of it were never [forgotten](Self::forget_starts): the work of those did not come to an end.
-    fn note_start(&self, consumer: &str, key: &str) -> impl Future<Output = Result<u32>> + Send;
+    /// Takes durable note, in a transaction of its own, that `run` (a consumer from its start to its end) begins work on a
+    /// message which may end its process. Returns whether the start of another run is noted already, and stays: its work
+    /// never came to an end. Repeating it is harmless.
+    fn note_start(
+        &self,
+        consumer: &str,
+        key: &str,
+        run: &str,
+    ) -> impl Future<Output = Result<bool>> + Send;
 
-    /// Forgets the starts of a message: its work came to an end, whichever.
-    fn forget_starts(&self, consumer: &str, key: &str) -> impl Future<Output = Result<()>> + Send;
+    /// Forgets the start of work on a message, whoever began it: it came to an end, whichever.
+    fn forget_start(&self, consumer: &str, key: &str) -> impl Future<Output = Result<()>> + Send;
 
     /// Commits. After an error the effect may or may not be there; recording the keys again tells.
     ///

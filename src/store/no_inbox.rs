@@ -45,11 +45,11 @@ impl InboxStore for NoInbox {
         Ok(false)
     }
 
-    async fn note_start(&self, _: &str, _: &str) -> Result<u32> {
-        Ok(0)
+    async fn note_start(&self, _: &str, _: &str, _: &str) -> Result<bool> {
+        Ok(false)
     }
 
-    async fn forget_starts(&self, _: &str, _: &str) -> Result<()> {
+    async fn forget_start(&self, _: &str, _: &str) -> Result<()> {
         Ok(())
     }
 

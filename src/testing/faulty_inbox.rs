@@ -178,12 +178,12 @@ impl<S: InboxStore> InboxStore for FaultyInbox<S> {
         self.inner.is_recorded(consumer, key).await
     }
 
-    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
-        self.inner.note_start(consumer, key).await
+    async fn note_start(&self, consumer: &str, key: &str, run: &str) -> Result<bool> {
+        self.inner.note_start(consumer, key, run).await
     }
 
-    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
-        self.inner.forget_starts(consumer, key).await
+    async fn forget_start(&self, consumer: &str, key: &str) -> Result<()> {
+        self.inner.forget_start(consumer, key).await
     }
 
     async fn commit(&self, transaction: Self::Transaction) -> Result<()> {

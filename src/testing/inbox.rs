@@ -47,7 +47,7 @@ struct Kept<C> {
     state: C,
     records: BTreeMap<Record, Instant>,
     /// How often work began on a message that may have ended its process. Kept until it is forgotten.
-    starts: BTreeMap<Record, u32>,
+    starts: BTreeMap<Record, String>,
 }
 
 /// A consumer and a key.
@@ -169,15 +169,13 @@ impl<C: Clone + Send + 'static> InboxStore for MemoryInbox<C> {
         Ok(self.kept().records.contains_key(&of(consumer, key)))
     }
 
-    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
+    async fn note_start(&self, consumer: &str, key: &str, run: &str) -> Result<bool> {
         let mut kept = self.kept();
-        let starts = kept.starts.entry(of(consumer, key)).or_default();
-        let earlier = *starts;
-        *starts = starts.saturating_add(1);
-        Ok(earlier)
+        let noted = kept.starts.entry(of(consumer, key));
+        Ok(noted.or_insert_with(|| run.to_owned()) != run)
     }
 
-    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
+    async fn forget_start(&self, consumer: &str, key: &str) -> Result<()> {
         self.kept().starts.remove(&of(consumer, key));
         Ok(())
     }

@@ -167,3 +167,31 @@ async fn payload_key_and_headers_reach_the_handler_byte_for_byte() {
     seen.sort_by_key(|message| message.event_type.clone());
     assert_eq!(seen, [tombstone, message]);
 }
+
+#[tokio::test]
+async fn large_messages_do_not_exceed_the_bytes_in_flight() {
+    let house = House::new().await;
+    let large = |message: Message| message.with_payload(vec![7; 100_000]);
+    let messages: Vec<Message> = numbered("k", "m", 40).into_iter().map(large).collect();
+    house.publish(&messages).await;
+    let gate = Gate::default();
+    async fn gated(gate: &Gate, _: &mut SqliteConnection, _: &Incoming) -> Outcome {
+        gate.entered.set();
+        gate.open.wait().await;
+        Outcome::Done
+    }
+    let config = super::support::quick().with_in_flight_bytes_max(500_000);
+    let consumer = house.consumer("billing").with_config(config);
+    let consumer = run(consumer, handler_fn(gate.clone(), gated));
+    gate.entered.wait().await;
+    let taken = || async { house.broker.deliveries("billing") >= 4 };
+    relaybox::testing::eventually(super::support::DEADLINE, "it takes what fits", taken).await;
+    // What it takes too much, it takes at once.
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert!(house.broker.deliveries("billing") <= 5);
+    gate.open.set();
+    house.consumed("billing", "orders").await;
+    consumer.stop().await.unwrap();
+}

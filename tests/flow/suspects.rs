@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use relaybox::backoff::DelayPolicy;
+use relaybox::broker::RejectionScope;
 use relaybox::consumer::{Consumer, Failure, FailureGuard, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::ladder::Ladder;
@@ -13,7 +14,7 @@ use relaybox::testing::{ManualClock, Signal, eventually};
 use sqlx::sqlite::SqliteConnection;
 
 use super::support::{
-    DEADLINE, House, Running, Shared, loaded, numbered, quick, run, write_effect,
+    Altered, DEADLINE, House, Running, Shared, loaded, numbered, quick, refused, run, write_effect,
 };
 
 /// Handles what it gets, but for `poison`: that one reaches the point at which it would take the process along.
@@ -120,7 +121,11 @@ async fn a_start_of_somebody_who_is_alive_is_no_crash() {
         .await
         .unwrap();
     house.store.commit(transaction).await.unwrap();
-    house.store.note_start("billing", "m-0").await.unwrap();
+    house
+        .store
+        .note_start("billing", "m-0", "another")
+        .await
+        .unwrap();
     let consumer = house.consumer("billing");
     let counts = consumer.counts();
     let consumer = run(consumer, handler_fn(Signal::new(), fragile));
@@ -240,4 +245,68 @@ async fn when_most_messages_fail_the_source_is_not_poured_into_the_dead_letters(
     consumer.stop().await.unwrap();
     assert_eq!(house.dead("billing").len(), 13);
     assert_eq!(house.effects("billing").await.len(), 47);
+}
+
+#[tokio::test]
+async fn a_probe_whose_copy_nobody_takes_does_not_hold_the_others() {
+    let house = House::new().await;
+    let of_keys = |n: usize| numbered(&format!("k-{n}"), &format!("m{n}"), 1);
+    let messages: Vec<_> = (0..40).flat_map(of_keys).collect();
+    house.publish(&messages).await;
+    // The dead letters take ten and no more.
+    let taken = AtomicU64::new(0);
+    let full = Altered::answering(house.broker.clone(), move |_| {
+        (taken.fetch_add(1, Ordering::SeqCst) >= 10).then(|| refused(RejectionScope::Destination))
+    });
+    let guard = FailureGuard::default()
+        .with_window(10)
+        .with_pause(DelayPolicy::fixed(Duration::from_millis(20)));
+    let consumer = house
+        .consumer("billing")
+        .with_publisher(full)
+        .with_ladder(Ladder::none())
+        .with_config(quick().with_failure_guard(guard));
+    let dependency = Dependency::default();
+    let consumer = run(consumer, handler_fn(dependency.clone(), depend));
+    eventually(DEADLINE, "two probes are stuck", || async {
+        dependency.calls.lock().unwrap().len() >= 12
+    })
+    .await;
+    dependency.works.store(true, Ordering::SeqCst);
+    eventually(DEADLINE, "the others are done", || async {
+        house.effects("billing").await.len() >= 20
+    })
+    .await;
+    consumer.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn work_that_a_stop_cuts_off_is_no_crash() {
+    let house = House::new().await;
+    house.publish(&numbered("k", "poison", 1)).await;
+    // A member dies over it, so that it is a suspect; two more are stopped before it comes to its end.
+    for stops in [false, true, true] {
+        let reached = Signal::new();
+        let config = quick().with_shutdown_deadline(Duration::from_millis(50));
+        let consumer = house.consumer("billing").with_config(config);
+        let consumer = run(consumer, handler_fn(reached.clone(), stuck));
+        reached.wait().await;
+        if stops {
+            consumer.stop().await.unwrap();
+        } else {
+            consumer.kill().await;
+        }
+    }
+    let consumer = house.consumer("billing");
+    let counts = consumer.counts();
+    let consumer = run(consumer, handler_fn(Signal::new(), fragile));
+    house.consumed("billing", "orders").await;
+    consumer.stop().await.unwrap();
+    assert_eq!(loaded(&counts.crashed), 0);
+    assert_eq!(house.effects("billing").await, ["poison-0"]);
+}
+
+async fn stuck(reached: &Signal, _: &mut SqliteConnection, _: &Incoming) -> Outcome {
+    reached.set();
+    std::future::pending().await
 }

@@ -169,23 +169,22 @@ pub async fn clean_up_deletes_old_records_in_bounded_steps<H: Harness>() {
     store.record(&mut transaction, "d", &other).await.unwrap();
     store.commit(transaction).await.unwrap();
     for consumer in ["c", "d"] {
-        store.note_start(consumer, "m-1").await.unwrap();
+        store.note_start(consumer, "m-1", "one").await.unwrap();
     }
     assert_eq!(store.clean_up("c", MINUTE, 10).await.unwrap(), 0);
-    assert_eq!(store.note_start("c", "m-1").await.unwrap(), 1);
+    assert!(store.note_start("c", "m-1", "other").await.unwrap());
     for deleted in [10, 10, 5, 0] {
         assert_eq!(
             store.clean_up("c", Duration::ZERO, 10).await.unwrap(),
             deleted
         );
     }
-    assert_eq!(
-        store.note_start("c", "m-1").await.unwrap(),
-        0,
+    assert!(
+        !store.note_start("c", "m-1", "other").await.unwrap(),
         "it went too"
     );
     assert_eq!(store.clean_up("d", Duration::MAX, 10).await.unwrap(), 0);
-    assert_eq!(store.note_start("d", "m-1").await.unwrap(), 1);
+    assert!(store.note_start("d", "m-1", "other").await.unwrap());
     let mut transaction = store.begin().await.unwrap();
     let found = store.record(&mut transaction, "d", &other).await.unwrap();
     assert_eq!(found, [Recorded::Duplicate]);
@@ -236,18 +235,26 @@ pub async fn batches_with_the_same_keys_in_any_order_never_block_each_other_for_
     }
 }
 
-pub async fn starts_count_until_they_are_forgotten<H: Harness>() {
+pub async fn a_start_of_another_run_is_told_until_it_is_forgotten<H: Harness>() {
     let h = H::start().await;
     let store = h.store();
-    for earlier in 0..3 {
-        assert_eq!(store.note_start("c", "m-1").await.unwrap(), earlier);
+    for (consumer, key, run, others) in [
+        ("c", "m-1", "one", false),
+        ("c", "m-1", "one", false),
+        ("c", "m-1", "two", true),
+        ("c", "m-1", "two", true),
+        ("c", "m-1", "one", false),
+        ("c", "m-2", "two", false),
+        ("d", "m-1", "two", false),
+    ] {
+        let told = store.note_start(consumer, key, run).await.unwrap();
+        assert_eq!(told, others, "{consumer} {key} {run}");
     }
-    assert_eq!(store.note_start("c", "m-2").await.unwrap(), 0);
-    assert_eq!(store.note_start("d", "m-1").await.unwrap(), 0);
-    store.forget_starts("c", "m-1").await.unwrap();
-    store.forget_starts("c", "m-1").await.unwrap();
-    assert_eq!(store.note_start("c", "m-1").await.unwrap(), 0);
-    assert_eq!(store.note_start("d", "m-1").await.unwrap(), 1);
+    store.forget_start("c", "m-1").await.unwrap();
+    store.forget_start("c", "m-1").await.unwrap();
+    assert!(!store.note_start("c", "m-1", "two").await.unwrap());
+    assert!(store.note_start("c", "m-1", "one").await.unwrap());
+    assert!(store.note_start("d", "m-1", "one").await.unwrap());
 }
 
 // Dead letters

@@ -186,7 +186,7 @@ macro_rules! store_contract {
             an_id_is_new_once_per_consumer,
             each_key_of_a_batch_is_new_once,
             batches_with_the_same_keys_in_any_order_never_block_each_other_for_good,
-            starts_count_until_they_are_forgotten,
+            a_start_of_another_run_is_told_until_it_is_forgotten,
             a_concurrent_duplicate_waits_for_the_end_of_the_first,
             the_wait_for_a_concurrent_duplicate_is_bounded,
             a_dropped_transaction_leaves_nothing_behind,

@@ -59,12 +59,12 @@ async fn a_memory_inbox_keeps_what_is_committed_and_nothing_else() {
     assert_eq!(inbox.clean_up("a", Duration::ZERO, 2).await.unwrap(), 2);
     assert_eq!(inbox.clean_up("b", 60 * SECOND, 10).await.unwrap(), 0);
     assert_eq!(inbox.recorded(), 3);
-    for earlier in 0..2 {
-        assert_eq!(inbox.note_start("a", "m").await.unwrap(), earlier);
+    for (run, others) in [("one", false), ("one", false), ("two", true)] {
+        assert_eq!(inbox.note_start("a", "m", run).await.unwrap(), others);
     }
-    assert_eq!(inbox.note_start("b", "m").await.unwrap(), 0);
-    inbox.forget_starts("a", "m").await.unwrap();
-    assert_eq!(inbox.note_start("a", "m").await.unwrap(), 0);
+    assert!(!inbox.note_start("b", "m", "two").await.unwrap());
+    inbox.forget_start("a", "m").await.unwrap();
+    assert!(!inbox.note_start("a", "m", "two").await.unwrap());
 }
 
 #[tokio::test]

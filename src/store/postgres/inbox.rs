@@ -91,22 +91,23 @@ impl InboxStore for PostgresStore {
         .await
     }
 
-    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
+    async fn note_start(&self, consumer: &str, key: &str, run: &str) -> Result<bool> {
         let query = sqlx::query_scalar(self.sql.note_start.clone())
             .bind(consumer.to_owned())
-            .bind(key.to_owned());
-        let earlier: i32 = bounded(&self.pool, "note start", STATEMENT_TIMEOUT, |c| {
+            .bind(key.to_owned())
+            .bind(run.to_owned());
+        let noted: String = bounded(&self.pool, "note start", STATEMENT_TIMEOUT, |c| {
             query.fetch_one(c).boxed()
         })
         .await?;
-        Ok(u32::try_from(earlier).unwrap_or(0))
+        Ok(noted != run)
     }
 
-    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
-        let query = sqlx::query(self.sql.forget_starts.clone())
+    async fn forget_start(&self, consumer: &str, key: &str) -> Result<()> {
+        let query = sqlx::query(self.sql.forget_start.clone())
             .bind(consumer.to_owned())
             .bind(key.to_owned());
-        bounded(&self.pool, "forget starts", STATEMENT_TIMEOUT, |c| {
+        bounded(&self.pool, "forget start", STATEMENT_TIMEOUT, |c| {
             query.execute(c).boxed()
         })
         .await?;

@@ -79,7 +79,7 @@ pub(super) struct Sql {
     pub record_all: SqlStr,
     pub is_recorded: SqlStr,
     pub note_start: SqlStr,
-    pub forget_starts: SqlStr,
+    pub forget_start: SqlStr,
     pub clean_up_starts: SqlStr,
     pub clean_up: SqlStr,
     pub advance: SqlStr,
@@ -349,13 +349,12 @@ impl Sql {
             is_recorded: safe(format!(
                 "SELECT EXISTS (SELECT 1 FROM {t}inbox WHERE consumer = $1 AND message_id = $2)"
             )),
+            // The note of another run stays as it is, and is what is returned.
             note_start: safe(format!(
-                "INSERT INTO {t}inbox_start AS s (consumer, message_id, starts) VALUES ($1, $2, 1) \
-                 ON CONFLICT (consumer, message_id) DO UPDATE \
-                    SET starts = s.starts + 1, started_at = clock_timestamp() \
-                 RETURNING starts - 1"
+                "INSERT INTO {t}inbox_start AS s (consumer, message_id, run) VALUES ($1, $2, $3) \
+                 ON CONFLICT (consumer, message_id) DO UPDATE SET run = s.run RETURNING run"
             )),
-            forget_starts: safe(format!(
+            forget_start: safe(format!(
                 "DELETE FROM {t}inbox_start WHERE consumer = $1 AND message_id = $2"
             )),
             clean_up_starts: safe(format!(

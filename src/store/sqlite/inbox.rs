@@ -73,23 +73,24 @@ impl InboxStore for SqliteStore {
             .map_err(self.pool_error("ask the inbox"))
     }
 
-    async fn note_start(&self, consumer: &str, key: &str) -> Result<u32> {
-        let earlier: i64 = sqlx::query_scalar(self.sql.note_start.clone())
+    async fn note_start(&self, consumer: &str, key: &str, run: &str) -> Result<bool> {
+        let noted: String = sqlx::query_scalar(self.sql.note_start.clone())
             .bind(consumer)
             .bind(key)
+            .bind(run)
             .fetch_one(&self.pool)
             .await
             .map_err(self.pool_error("note start"))?;
-        Ok(u32::try_from(earlier).unwrap_or(0))
+        Ok(noted != run)
     }
 
-    async fn forget_starts(&self, consumer: &str, key: &str) -> Result<()> {
-        sqlx::query(self.sql.forget_starts.clone())
+    async fn forget_start(&self, consumer: &str, key: &str) -> Result<()> {
+        sqlx::query(self.sql.forget_start.clone())
             .bind(consumer)
             .bind(key)
             .execute(&self.pool)
             .await
-            .map_err(self.pool_error("forget starts"))?;
+            .map_err(self.pool_error("forget start"))?;
         Ok(())
     }
 
