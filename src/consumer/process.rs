@@ -75,7 +75,7 @@ pub(super) struct Processor<S, F> {
 pub(super) struct Memory {
     /// Names this run where it notes that work begins.
     run: String,
-    /// The key of the message that is noted, one at a time.
+    /// The start that is noted, one at a time.
     noted: Mutex<Option<String>>,
     /// Keys of messages that were put off: they come again as redelivered, and are no suspects for that.
     put_off: Mutex<HashSet<String>>,
@@ -221,6 +221,7 @@ where
             },
             Lot::Watched => match self.patiently(&job, leave, || self.begin(&job)).await {
                 Some(true) => {
+                    self.memory.noted().take();
                     self.counts.crashed.fetch_add(1, Ordering::Relaxed);
                     tell_crash(&self.inbox.consumer);
                     self.fail(job, &Failure::crash(), Ask::Next, leave).await;
@@ -298,8 +299,9 @@ where
     async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) {
         leave.ended(true);
         let step = self.copies.step(&job, failure, ask);
-        // Before the copy can be seen: there, an old start would look like another crash.
-        if !self.end(&job, leave).await {
+        // The start of an attempt that was a crash stays. If the acknowledgement is lost, in the next crash of another message
+        // for example, the delivery comes again: then it is known, and not tried once more.
+        if failure.class() != Failure::CRASH && !self.end(&job, leave).await {
             return;
         }
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
@@ -395,9 +397,9 @@ where
         let Inbox {
             store, consumer, ..
         } = &self.inbox;
-        let key = &job.message.key;
-        *self.memory.noted() = Some(key.clone());
-        store.note_start(consumer, key, &self.memory.run).await
+        let start = start_of(job);
+        *self.memory.noted() = Some(start.clone());
+        store.note_start(consumer, &start, &self.memory.run).await
     }
 
     /// The work has come to an end, also where the message went to another member meanwhile: forgets its start. Whether that
@@ -409,11 +411,11 @@ where
         let Inbox {
             store, consumer, ..
         } = &self.inbox;
-        let mut pauses = Pauses::new(&self.config);
+        let (start, mut pauses) = (start_of(job), Pauses::new(&self.config));
         loop {
-            match store.forget_start(consumer, &job.message.key).await {
+            match store.forget_start(consumer, &start).await {
                 Ok(()) => {
-                    self.memory.noted().take_if(|key| *key == job.message.key);
+                    self.memory.noted().take_if(|noted| *noted == start);
                     return true;
                 }
                 Err(error) => {
@@ -428,10 +430,10 @@ where
 
     /// Work that was cut off by the deadline of a stop has ended no process.
     pub(super) async fn forget_what_was_cut_off(&self) {
-        let Some(key) = self.memory.noted().take() else {
+        let Some(start) = self.memory.noted().take() else {
             return;
         };
-        let forgotten = self.inbox.store.forget_start(&self.inbox.consumer, &key);
+        let forgotten = self.inbox.store.forget_start(&self.inbox.consumer, &start);
         if !matches!(
             tokio::time::timeout(CUT_OFF_MAX, forgotten).await,
             Ok(Ok(()))
@@ -499,6 +501,14 @@ where
             _ = leave.stop.wait_for(|stop| *stop) => true,
         }
     }
+}
+
+/// What the start of this attempt is noted by: its copy on the next rung is another one, and so is one that an operator sent
+/// back.
+fn start_of(job: &Job) -> String {
+    let story = &job.message.incoming.story;
+    let (redrives, failures) = (story.redrive_count, story.retry_count);
+    format!("{}#{redrives}.{failures}", job.message.key)
 }
 
 /// How long to wait before a transaction is run again, and while the database is away.

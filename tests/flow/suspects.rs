@@ -10,7 +10,7 @@ use relaybox::consumer::{Consumer, Failure, FailureGuard, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::ladder::Ladder;
 use relaybox::store::{InboxStore, NoInbox};
-use relaybox::testing::{ManualClock, Signal, eventually};
+use relaybox::testing::{Fault, FaultyPublisher, ManualClock, Signal, eventually};
 use sqlx::sqlite::SqliteConnection;
 
 use super::support::{
@@ -76,8 +76,44 @@ async fn a_message_that_ends_its_process_is_found_and_its_neighbours_are_unharme
             .fetch_one(house.store.pool())
             .await
             .unwrap();
-        assert_eq!(starts, 0, "what came to an end is forgotten");
+        let crashes = i64::from(attempts);
+        assert_eq!(starts, crashes, "what came to an end is forgotten");
     }
+}
+
+#[tokio::test]
+async fn a_message_found_to_end_its_process_is_not_tried_again_when_its_acknowledgement_is_lost() {
+    let house = House::new().await;
+    let mut messages = numbered("k", "m", 1);
+    messages[0].id = "poison".into();
+    house.publish(&messages).await;
+    let consumer = || house.consumer("billing").with_ladder(Ladder::none());
+    for _ in 0..2 {
+        let reached = Signal::new();
+        let consumer = run(consumer(), handler_fn(reached.clone(), fragile));
+        reached.wait().await;
+        consumer.kill().await;
+    }
+    // The dead letter is there; another crash comes before the acknowledgement.
+    let (reached, confirmed) = (Signal::new(), Signal::new());
+    let crash = {
+        let confirmed = confirmed.clone();
+        Fault::crash(move || confirmed.set())
+    };
+    let publisher = FaultyPublisher::new(house.broker.clone()).with_fault(1, crash);
+    let dying = consumer().with_publisher(publisher);
+    let dying = run(dying, handler_fn(reached.clone(), fragile));
+    confirmed.wait().await;
+    dying.kill().await;
+    let last = run(consumer(), handler_fn(reached.clone(), fragile));
+    tokio::select! {
+        () = reached.wait() => panic!("it was tried again"),
+        () = house.consumed("billing", "orders") => {}
+    }
+    last.stop().await.unwrap();
+    let dead = house.dead("billing");
+    assert_eq!(dead.len(), 2, "one more with the same id");
+    assert!(dead.iter().all(|letter| letter.story.retry_count == 1));
 }
 
 #[tokio::test]
