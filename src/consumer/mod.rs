@@ -13,6 +13,7 @@ mod router;
 #[cfg(feature = "metrics")]
 mod sample;
 mod schedule;
+mod suspects;
 mod tell;
 mod typed;
 mod version_guard;
@@ -52,7 +53,8 @@ use copies::Copies;
 use form::{Batches, Form, Outside, Single};
 use health::Condition;
 use job::Homes;
-use process::{Memory, Processor};
+use process::Processor;
+use suspects::Memory;
 use work::Work;
 
 /// Pause between clean-ups of the inbox.

@@ -1,9 +1,7 @@
 //! What was picked together, from the first attempt to the settlement.
 
-use std::collections::HashSet;
-use std::future::Future;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -14,12 +12,11 @@ use tracing::{Instrument, Span, debug, error, warn};
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::broker::{Receipt, Settlement};
 use crate::clock::Clock;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::event::{handle_batch_span, handle_span, handled};
 use crate::inbox::{Attempt, Ended, Inbox, Keyed};
 use crate::ladder::{Ask, Step};
-use crate::message::MessageId;
-use crate::store::{InboxStore, Recorded};
+use crate::store::InboxStore;
 use crate::story::Reason;
 
 use super::config::ConsumerConfig;
@@ -28,16 +25,13 @@ use super::form::Form;
 use super::health::Condition;
 use super::job::{Homes, Job, Lot};
 use super::outcome::Failure;
+use super::suspects::{Memory, Standing};
 use super::tell::{Became, tell_attempt, tell_crash, tell_end};
 
 /// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
 const RERUNS_MAX: u32 = 10;
 /// However the pauses are set, nobody asks a database that is away without one.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
-/// How long a stop may take to note that it cut work off.
-const CUT_OFF_MAX: Duration = Duration::from_secs(2);
-/// Keys of messages that were put off, at most; beyond that one more is examined when it comes again.
-const PUT_OFF_MAX: usize = 10_000;
 
 /// How long a message stays away that is being handled elsewhere.
 const BUSY_DELAY: Duration = Duration::from_secs(1);
@@ -70,34 +64,6 @@ pub(super) struct Processor<S, F> {
     pub(super) memory: Memory,
 }
 
-/// What one run of a consumer knows about its own doings.
-#[derive(Default)]
-pub(super) struct Memory {
-    /// Names this run where it notes that work begins.
-    run: String,
-    /// The start that is noted, one at a time.
-    noted: Mutex<Option<String>>,
-    /// Keys of messages that were put off: they come again as redelivered, and are no suspects for that.
-    put_off: Mutex<HashSet<String>>,
-}
-
-impl Memory {
-    pub(super) fn new() -> Self {
-        Self {
-            run: MessageId::generate().as_str().to_owned(),
-            ..Self::default()
-        }
-    }
-
-    fn noted(&self) -> MutexGuard<'_, Option<String>> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn put_off(&self) -> MutexGuard<'_, HashSet<String>> {
-        self.put_off.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// Whether an attempt failed, and the number of the probe that it was.
 pub(super) struct Verdict {
     pub(super) probe: Option<u64>,
@@ -119,15 +85,6 @@ impl Leave {
         let probe = self.probe;
         let _ = self.verdicts.send(Verdict { probe, failed });
     }
-}
-
-/// How it stands with a suspect.
-#[derive(PartialEq, Eq)]
-enum Standing {
-    /// Nobody works on it, and nobody has.
-    Free,
-    Done,
-    InWork,
 }
 
 impl<S, F> Processor<S, F>
@@ -221,7 +178,7 @@ where
             },
             Lot::Watched => match self.patiently(&job, leave, || self.begin(&job)).await {
                 Some(true) => {
-                    self.memory.noted().take();
+                    self.memory.keep_the_note();
                     self.counts.crashed.fetch_add(1, Ordering::Relaxed);
                     tell_crash(&self.inbox.consumer);
                     self.fail(job, &Failure::crash(), Ask::Next, leave).await;
@@ -336,113 +293,9 @@ where
             "message is in work elsewhere, in a transaction that does not end; it is put off"
         );
         handled(&Span::current(), "put off", false);
-        {
-            let mut put_off = self.memory.put_off();
-            if put_off.len() < PUT_OFF_MAX {
-                put_off.insert(job.message.key.clone());
-            }
-        }
+        self.memory.remember_put_off(&job.message.key);
         let release = Settlement::Release { delay: BUSY_DELAY };
         self.settle(job.receipt, release).await;
-    }
-
-    /// What a delivery is to this run: one that it put off itself is no suspect.
-    pub(super) fn recognise(&self, job: &mut Job) {
-        if job.lot == Lot::Suspect && self.memory.put_off().remove(&job.message.key) {
-            job.lot = Lot::Work;
-        }
-    }
-
-    // ---- Suspects
-
-    /// Asks until the database answers; `None` when the message is no longer ours, or the consumer stops.
-    async fn patiently<T, A>(&self, job: &Job, leave: &mut Leave, ask: impl Fn() -> A) -> Option<T>
-    where
-        A: Future<Output = Result<T, Error>>,
-    {
-        let mut pauses = Pauses::new(&self.config);
-        while job.receipt.is_current() {
-            match ask().await {
-                Ok(answer) => return Some(answer),
-                Err(error) => {
-                    let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
-                        break;
-                    }
-                }
-            }
-        }
-        None
-    }
-
-    /// Whoever works on a message holds its key.
-    async fn standing(&self, job: &Job) -> Result<Standing, Error> {
-        let Inbox {
-            store, consumer, ..
-        } = &self.inbox;
-        let keys = [&*job.message.key];
-        let mut transaction = store.begin().await?;
-        let recorded = store.record(&mut transaction, consumer, &keys).await;
-        let rolled_back = store.rollback(transaction).await;
-        match recorded {
-            Err(error) if error.kind() == ErrorKind::Busy => Ok(Standing::InWork),
-            Err(error) => Err(error),
-            Ok(recorded) if recorded.first() == Some(&Recorded::Duplicate) => Ok(Standing::Done),
-            Ok(_) => rolled_back.map(|()| Standing::Free),
-        }
-    }
-
-    /// Notes that the work begins, and tells whether that of another run never came to its end.
-    async fn begin(&self, job: &Job) -> Result<bool, Error> {
-        let Inbox {
-            store, consumer, ..
-        } = &self.inbox;
-        let start = start_of(job);
-        *self.memory.noted() = Some(start.clone());
-        store.note_start(consumer, &start, &self.memory.run).await
-    }
-
-    /// The work has come to an end, also where the message went to another member meanwhile: forgets its start. Whether that
-    /// was done before the consumer had to stop.
-    async fn end(&self, job: &Job, leave: &mut Leave) -> bool {
-        if !matches!(job.lot, Lot::Suspect | Lot::Watched) {
-            return true;
-        }
-        let Inbox {
-            store, consumer, ..
-        } = &self.inbox;
-        let (start, mut pauses) = (start_of(job), Pauses::new(&self.config));
-        loop {
-            match store.forget_start(consumer, &start).await {
-                Ok(()) => {
-                    self.memory.noted().take_if(|noted| *noted == start);
-                    return true;
-                }
-                Err(error) => {
-                    let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
-                        return false;
-                    }
-                }
-            }
-        }
-    }
-
-    /// Work that was cut off by the deadline of a stop has ended no process.
-    pub(super) async fn forget_what_was_cut_off(&self) {
-        let Some(start) = self.memory.noted().take() else {
-            return;
-        };
-        let forgotten = self.inbox.store.forget_start(&self.inbox.consumer, &start);
-        if !matches!(
-            tokio::time::timeout(CUT_OFF_MAX, forgotten).await,
-            Ok(Ok(()))
-        ) {
-            warn!(
-                consumer = self.inbox.consumer,
-                "a message that was cut off by the stop will look as if it had ended the process"
-            );
-        }
     }
 
     // ---- Settlements and pauses
@@ -488,14 +341,14 @@ where
         pause
     }
 
-    fn patient(&self, pauses: &mut Pauses, error: &Error) -> Duration {
+    pub(super) fn patient(&self, pauses: &mut Pauses, error: &Error) -> Duration {
         warn!(consumer = self.inbox.consumer, %error, "database away; the message waits");
         self.condition.database(Some(error));
         pauses.patient.next_delay().max(PAUSE_MIN)
     }
 
     /// Waits; `true` when the consumer is told to stop meanwhile.
-    async fn wait(&self, pause: Duration, leave: &mut Leave) -> bool {
+    pub(super) async fn wait(&self, pause: Duration, leave: &mut Leave) -> bool {
         tokio::select! {
             () = self.clock.sleep(pause) => false,
             _ = leave.stop.wait_for(|stop| *stop) => true,
@@ -503,23 +356,15 @@ where
     }
 }
 
-/// What the start of this attempt is noted by: its copy on the next rung is another one, and so is one that an operator sent
-/// back.
-fn start_of(job: &Job) -> String {
-    let story = &job.message.incoming.story;
-    let (redrives, failures) = (story.redrive_count, story.retry_count);
-    format!("{}#{redrives}.{failures}", job.message.key)
-}
-
 /// How long to wait before a transaction is run again, and while the database is away.
-struct Pauses {
+pub(super) struct Pauses {
     reruns: u32,
     quick: Delays,
     patient: Delays,
 }
 
 impl Pauses {
-    fn new(config: &ConsumerConfig) -> Self {
+    pub(super) fn new(config: &ConsumerConfig) -> Self {
         let quick = DelayPolicy::exponential(Duration::from_millis(10))
             .with_jitter(Jitter::Equal)
             .with_cap(Duration::from_secs(1));

@@ -28,7 +28,7 @@ const DEADLINE: Duration = Duration::from_secs(180);
 // The example uses all of it.
 #[allow(dead_code)]
 #[path = "../../examples/webhooks/broker.rs"]
-mod broker;
+pub mod broker;
 
 use broker::{Place, Product};
 

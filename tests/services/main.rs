@@ -18,6 +18,7 @@ mod clocks;
 mod consuming;
 mod crash_points;
 mod end_to_end;
+mod fragile;
 mod kafka;
 mod kafka_contract;
 mod nats;
