@@ -71,6 +71,7 @@
 pub mod backoff;
 pub mod clock;
 pub mod codec;
+mod digest;
 pub mod envelope;
 mod error;
 pub mod event;

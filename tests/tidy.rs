@@ -16,6 +16,7 @@ const VOCABULARY: &[&str] = &[
     "backoff",
     "clock",
     "codec",
+    "digest",
     "envelope",
     "error",
     "event",

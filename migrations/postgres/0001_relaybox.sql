@@ -237,6 +237,7 @@ CREATE TABLE relaybox_dead_letter (
     consumer         text        NOT NULL,
     message_id       text        NOT NULL,
     redrive_count    bigint      NOT NULL,
+    digest           bytea       NOT NULL,
     reason           text,
     retry_count      bigint      NOT NULL,
     first_failed_at  timestamptz,
@@ -255,7 +256,7 @@ CREATE TABLE relaybox_dead_letter (
     version          bigint,
     occurred_at      timestamptz NOT NULL,
     stored_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
-    UNIQUE (consumer, message_id, redrive_count)
+    UNIQUE (consumer, message_id, redrive_count, digest)
 );
 
 -- Serves a consumer's list, oldest first, and its count.

@@ -128,6 +128,7 @@ CREATE TABLE relaybox_dead_letter (
     consumer         TEXT    NOT NULL,
     message_id       TEXT    NOT NULL,
     redrive_count    INTEGER NOT NULL,
+    digest           BLOB    NOT NULL,
     reason           TEXT,
     retry_count      INTEGER NOT NULL,
     first_failed_at  INTEGER,
@@ -146,6 +147,6 @@ CREATE TABLE relaybox_dead_letter (
     version          INTEGER,
     occurred_at      INTEGER NOT NULL,
     stored_at        INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
-    UNIQUE (consumer, message_id, redrive_count),
+    UNIQUE (consumer, message_id, redrive_count, digest),
     UNIQUE (consumer, position)
 ) STRICT;

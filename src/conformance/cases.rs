@@ -16,6 +16,7 @@ macro_rules! __broker_cases {
             publishing no_message_makes_it_panic Nothing;
             publishing a_message_sent_again_is_confirmed_again Nothing;
             publishing a_copy_with_another_story_is_a_message_of_its_own Nothing;
+            publishing copies_of_two_messages_of_one_id_both_arrive Nothing;
             publishing calls_at_the_same_time_keep_their_own_outcomes Nothing;
             publishing an_abandoned_call_harms_no_later_one Nothing;
             publishing check_names_every_missing_destination Nothing;

@@ -216,6 +216,31 @@ pub(super) async fn a_message_sent_again_is_confirmed_again(fixture: &dyn Fixtur
     publish_all(&*publisher, &[sent.clone(), sent]).await;
 }
 
+/// Senders repeat ids. Of what fails nothing may go, whatever its id.
+pub(super) async fn copies_of_two_messages_of_one_id_both_arrive(fixture: &dyn Fixture) {
+    let topic = fixture.topic(1).await;
+    let (first, mut second) = (numbered(&topic, "a", 0), numbered(&topic, "a", 1));
+    second.message.id = first.message.id.clone();
+    let origin = Origin {
+        topic: "elsewhere".into(),
+        partition: None,
+        offset: None,
+    };
+    let at = first.message.occurred_at;
+    let story = Story::default().failed("billing", &origin, "handler", "no stock", at);
+    let copies = [first.message, second.message].map(|message| Outgoing {
+        message,
+        story: story.clone(),
+    });
+    for copy in &copies {
+        publish_all(&*fixture.publisher(), std::slice::from_ref(copy)).await;
+    }
+    let request = SubscriptionRequest::new(fresh("consumer"), vec![topic]);
+    let mut subscription = subscribe(fixture, request).await;
+    let deliveries = receive_count(&mut *subscription, 2).await;
+    assert_eq!(numbers(&deliveries), [0, 1]);
+}
+
 /// A retry, dead letter or redrive has the id of its original; a broker that drops repeated ids must not drop these.
 pub(super) async fn a_copy_with_another_story_is_a_message_of_its_own(fixture: &dyn Fixture) {
     let topic = fixture.topic(1).await;

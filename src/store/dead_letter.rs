@@ -20,7 +20,7 @@ pub struct DeadLetter {
 /// Keeps dead letters in a table.
 pub trait DeadLetterStore: Send + Sync + 'static {
     /// Stores a dead letter durably. The same message of the same consumer, stored twice with the same redrive
-    /// count, is one entry.
+    /// count, is one entry; another one with the same id, as its [digest](crate::Message::digest) tells, is not the same.
     fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>>;
 
     /// Up to `count_max` entries of a consumer after position `after`, oldest first.

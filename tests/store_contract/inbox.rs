@@ -308,6 +308,37 @@ pub async fn dead_letters_keep_bytes_and_story<H: Harness>() {
     assert_eq!(store.count("billing").await.unwrap(), 1);
 }
 
+/// Senders repeat ids, and the inbox may remember by another key: neither message may go.
+pub async fn two_messages_of_one_id_are_two_dead_letters<H: Harness>() {
+    let h = H::start().await;
+    let store = h.store();
+    let message = |kind: &str| Message::new("orders", kind).with_id("m-1");
+    let all = [
+        message("T").with_key("a").with_payload("bc"),
+        message("T").with_key("ab").with_payload("c"),
+        message("T").with_payload(""),
+        message("T"),
+        message("U"),
+    ];
+    let mut letters = all.map(Outgoing::from);
+    for letter in &letters {
+        store.put(letter).await.unwrap();
+    }
+    // The same once more: another failure of it, and a header that it got on its way.
+    for letter in &mut letters {
+        letter.story.last_error = Some("later".into());
+        letter.message.headers.push("via", "proxy");
+        store.put(letter).await.unwrap();
+    }
+    assert_eq!(store.count("").await.unwrap(), 5);
+    let listed = store.list("", 0, 10).await.unwrap();
+    for (listed, letter) in listed.iter().zip(&letters) {
+        let digest = listed.letter.message.digest();
+        assert_eq!(digest, letter.message.digest());
+        assert_eq!(listed.letter.story.last_error, None, "the first is kept");
+    }
+}
+
 pub async fn checks_pass_on_migrated_tables<H: Harness>() {
     let h = H::start().await;
     let store = h.store();

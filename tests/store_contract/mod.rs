@@ -200,6 +200,7 @@ macro_rules! store_contract {
             an_overlong_aggregate_is_refused_and_leaves_the_transaction_usable,
             clean_up_forgets_quiet_aggregates_of_the_consumer_in_bounded_steps,
             dead_letters_keep_bytes_and_story,
+            two_messages_of_one_id_are_two_dead_letters,
             depth_is_counted_by_destination_and_reason_with_the_oldest_age,
             depth_counts_and_returns_no_more_than_asked,
             each_filter_finds_its_rows_and_lists_go_by_pages,

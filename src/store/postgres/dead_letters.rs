@@ -41,6 +41,7 @@ impl DeadLetterStore for PostgresStore {
                 .bind(message.version)
                 .bind(message.occurred_at)
                 .bind(size(message))
+                .bind(message.digest().to_vec())
                 .execute(&self.pool)
                 .await
                 .map_err(self.pool_error("put dead letter"))?;

@@ -388,8 +388,8 @@ impl Sql {
             )),
             put: safe(format!(
                 "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
-                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size) \
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20) \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21) \
                  ON CONFLICT DO NOTHING"
             )),
             list: safe(format!(

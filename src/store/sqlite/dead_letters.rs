@@ -42,6 +42,7 @@ impl DeadLetterStore for SqliteStore {
                 .bind(message.version)
                 .bind(unix_micros(message.occurred_at))
                 .bind(size(message))
+                .bind(message.digest().to_vec())
                 .execute(&self.pool)
                 .await
                 .map_err(self.pool_error("put dead letter"))?;

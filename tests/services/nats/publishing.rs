@@ -123,6 +123,24 @@ async fn what_is_sent_again_within_the_window_is_stored_once() {
     assert_eq!(stored(&shared_nats().await.url(), &name).await, 3);
 }
 
+/// Senders repeat ids, and what the server takes for a repetition it confirms and drops.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_messages_of_one_id_are_both_stored_and_each_once() {
+    let nats = connect().await;
+    let name = stream("one-id").await;
+    let mut batch = numbered(&name, 0..2);
+    batch[1].message.id = batch[0].message.id.clone();
+    let copies = batch.clone().into_iter().map(|mut copy| {
+        copy.story.retry_count = 1;
+        copy.story.consumer = Some("billing".into());
+        copy
+    });
+    let all: Vec<_> = batch.clone().into_iter().chain(copies).collect();
+    publish_all(&nats, &all).await;
+    publish_all(&nats, &all).await;
+    assert_eq!(stored(&shared_nats().await.url(), &name).await, 4);
+}
+
 /// The server compares ids over the whole stream.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_id_is_stored_once_on_each_subject_of_a_stream() {
