@@ -32,6 +32,12 @@ impl Clock for SystemClock {
     }
 }
 
+/// A wait that can be added to any instant: a setting may be longer than a clock can tell, and a day is as good then.
+#[must_use]
+pub(crate) fn at_most_a_day(wait: Duration) -> Duration {
+    wait.min(Duration::from_secs(86_400))
+}
+
 /// Cuts an instant to whole microseconds, the finest that every database keeps, so that it reads back equal.
 #[must_use]
 pub(crate) fn to_micros(instant: OffsetDateTime) -> OffsetDateTime {

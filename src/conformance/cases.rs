@@ -27,6 +27,7 @@ macro_rules! __broker_cases {
             consuming what_a_dropped_subscription_held_comes_again Nothing;
             consuming a_dropped_delivery_comes_again Nothing;
             consuming a_released_delivery_comes_again_after_its_delay Nothing;
+            consuming a_member_closes_though_its_deadline_never_comes Nothing;
             consuming a_rung_is_never_early_and_blocks_nobody Nothing;
             consuming no_more_than_in_flight_max_are_unsettled Nothing;
             consuming an_abandoned_receive_loses_nothing Nothing;

@@ -244,6 +244,22 @@ pub(super) async fn create_makes_rungs_and_dead_letters(fixture: &dyn Fixture) {
     close(subscribe(fixture, request).await).await;
 }
 
+/// A deadline is a duration, and the longest one is further off than any clock can tell.
+pub(super) async fn a_member_closes_though_its_deadline_never_comes(fixture: &dyn Fixture) {
+    let topic = fixture.topic(1).await;
+    let publisher = fixture.publisher();
+    publish_all(&*publisher, &[numbered(&topic, "a", 0)]).await;
+    let request = SubscriptionRequest::new(fresh("consumer"), vec![topic]);
+    let mut subscription = subscribe(fixture, request).await;
+    for delivery in receive_count(&mut *subscription, 1).await {
+        acknowledge(delivery).await;
+    }
+    let closing = subscription.close(Duration::MAX);
+    within("a close", closing).await.unwrap();
+    let closing = publisher.close(Duration::MAX);
+    within("a close", closing).await.unwrap();
+}
+
 pub(super) async fn verify_names_everything_missing(fixture: &dyn Fixture) {
     let present = fixture.topic(1).await;
     let missing = [fresh("source"), fresh("rung"), fresh("DLQ")];

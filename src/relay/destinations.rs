@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use crate::backoff::{DelayPolicy, Delays};
+use crate::clock::at_most_a_day;
 use crate::store::DestinationControl;
 
 /// Destinations left alone at one time at most; a failure beyond that counts as the broker's.
@@ -102,7 +103,7 @@ impl Destinations {
             });
         // Several failures of one batch are one failure.
         if troubled.until <= now {
-            troubled.until = now + troubled.delays.next_delay();
+            troubled.until = now + at_most_a_day(troubled.delays.next_delay());
         }
         if new { Trouble::New } else { Trouble::Known }
     }
@@ -306,6 +307,17 @@ mod tests {
             [gate.admit("a", "a", true), gate.admit("a", "a", true)],
             [Ok(()); 2]
         );
+    }
+
+    #[test]
+    fn a_pause_may_be_longer_than_a_clock_can_tell() {
+        let policy = DelayPolicy::fixed(Duration::MAX).with_cap(Duration::MAX);
+        let mut destinations = Destinations::new(policy);
+        let now = Instant::now();
+        destinations.failed("a", now);
+        let later = now + Duration::from_secs(3_600);
+        let mut gate = destinations.gate(&[], 1.0, later);
+        assert_eq!(gate.admit("a", "a", true), Err(reason::CLOSED));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
 use crate::broker::{FailureScope, PublishOutcome, Publisher, Stored};
+use crate::clock::at_most_a_day;
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind};
 use crate::event::PublishSpans;
@@ -68,7 +69,7 @@ pub(super) async fn publish(
     };
     let mut running: FuturesUnordered<Publishing> = groups.into_iter().map(start).collect();
     let mut finished = Vec::with_capacity(running.len());
-    let patience_ends = Instant::now() + patience;
+    let patience_ends = Instant::now() + at_most_a_day(patience);
     while let Ok(Some(group)) = timeout_at(patience_ends, running.next()).await {
         finished.push(group);
     }

@@ -107,6 +107,20 @@ async fn after_a_crash_between_publish_and_mark_the_same_bytes_go_out_again() {
 }
 
 #[tokio::test]
+async fn a_relay_that_may_wait_for_ever_sends_and_stops() {
+    let house = House::new().await;
+    house.enqueue(&numbered("k", "m", 2)).await;
+    let config = brisk()
+        .with_patience(Duration::MAX)
+        .with_shutdown_deadline(Duration::MAX)
+        .with_idle_poll_max(Duration::MAX);
+    let relay = house.relay(house.broker.clone(), config);
+    house.drained().await;
+    relay.stop().await.unwrap();
+    assert_eq!(house.ids("orders").len(), 2);
+}
+
+#[tokio::test]
 async fn an_outage_burns_nothing_and_the_backlog_keeps_its_order() {
     let house = House::new().await;
     house.broker.set_available(false);

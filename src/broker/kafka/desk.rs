@@ -10,6 +10,7 @@ use tokio::sync::Notify;
 
 use super::progress::Progress;
 use crate::broker::{Delivery, Receipt, Settlement};
+use crate::clock::at_most_a_day;
 use crate::envelope::Incoming;
 use crate::error::{Error, ErrorKind, Result};
 use crate::story::Origin;
@@ -378,11 +379,8 @@ impl Desk {
                 state.lay_out(item);
                 self.arrived.notify_one();
             } else {
-                let now = Instant::now();
-                // A delay beyond what the clock can count is as good as a day; it is asked again then.
-                let due = now
-                    .checked_add(delay)
-                    .unwrap_or(now + Duration::from_secs(86_400));
+                // What is further off is asked again then.
+                let due = Instant::now() + at_most_a_day(delay);
                 state.away.push((due, item));
             }
         }

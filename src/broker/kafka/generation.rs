@@ -29,6 +29,7 @@ use rdkafka::producer::{DeliveryFuture, FutureProducer, Producer, PurgeConfig};
 
 use super::context::Context;
 use super::control::{create_with, end_aside};
+use crate::clock::at_most_a_day;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long a confirmation counts; brokers forget a silent producer after `producer.id.expiration.ms` (a day).
@@ -113,7 +114,7 @@ impl Generation {
         let Some(producer) = &self.producer else {
             return Ok(());
         };
-        producer.flush(within).map_err(|source| {
+        producer.flush(at_most_a_day(within)).map_err(|source| {
             Error::new(
                 ErrorKind::Timeout,
                 "close",

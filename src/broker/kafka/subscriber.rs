@@ -19,6 +19,7 @@ use super::error::{health, mapped};
 use super::member::Member;
 use super::{record, topology};
 use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest};
+use crate::clock::at_most_a_day;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Longest sleep of the polling thread: how late a due message or a wish to close is noticed.
@@ -89,7 +90,8 @@ impl Subscription for Membership {
     }
 
     fn close(mut self: Box<Self>, deadline: Duration) -> BoxFuture<'static, Result<()>> {
-        self.desk.ask_to_close(later(deadline));
+        self.desk
+            .ask_to_close(Instant::now() + at_most_a_day(deadline));
         let done = self.done.take();
         Box::pin(async move {
             let Some(done) = done else { return Ok(()) };
@@ -119,12 +121,6 @@ fn not_in_time(deadline: Duration) -> Error {
         "close",
         format!("the broker did not confirm commit and leave within {deadline:?}"),
     )
-}
-
-fn later(deadline: Duration) -> Instant {
-    let now = Instant::now();
-    now.checked_add(deadline)
-        .unwrap_or(now + Duration::from_secs(86_400))
 }
 
 /// Tells the receiver even if the thread panics.

@@ -16,6 +16,7 @@ use super::shelf::Shelf;
 use super::topology;
 use super::warnings::Warnings;
 use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest};
+use crate::clock::at_most_a_day;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A running membership.
@@ -88,10 +89,7 @@ impl Subscription for Membership {
 impl Membership {
     fn end(&self, within: Duration) {
         self.desk.close();
-        let now = Instant::now();
-        let until = now
-            .checked_add(within)
-            .unwrap_or(now + Duration::from_secs(86_400));
+        let until = Instant::now() + at_most_a_day(within);
         self.close.send_if_modified(|close| {
             let first = close.is_none();
             close.get_or_insert(until);

@@ -17,6 +17,7 @@ use super::place::{Place, Shards, scope};
 use super::record;
 use super::run::{Answer, Line, Record, Trouble};
 use crate::broker::{FailureScope, Health, PublishOutcome, RejectionScope, Stored};
+use crate::clock::at_most_a_day;
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -274,7 +275,7 @@ impl Sender {
     }
 
     pub(super) async fn close(&self, deadline: Duration) -> Result<()> {
-        let until = Instant::now() + deadline;
+        let until = Instant::now() + at_most_a_day(deadline);
         self.closed.store(true, Ordering::Release);
         let all = timeout_at(until, self.in_use.acquire_many(IN_USE_MAX)).await;
         self.idle

@@ -27,6 +27,7 @@ use super::record::received;
 use super::topology::Surveyor;
 use crate::MessageId;
 use crate::broker::{Delivery, Health, Subscription, SubscriptionRequest, TopologyMode};
+use crate::clock::at_most_a_day;
 use crate::error::{Error, ErrorKind, Result, cut};
 
 const OPERATION: &str = "subscribe";
@@ -117,7 +118,7 @@ impl Subscription for RabbitSubscription {
     }
 
     fn close(mut self: Box<Self>, deadline: Duration) -> BoxFuture<'static, Result<()>> {
-        let until = Instant::now() + deadline;
+        let until = Instant::now() + at_most_a_day(deadline);
         // From here on settlements count no more: what the broker has not heard of comes again.
         self.desk.over();
         self.stop.send_replace(Some(until));

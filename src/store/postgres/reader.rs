@@ -18,6 +18,7 @@ use super::floor::{Ended, Floor, LanePage, Scan};
 use super::lines::Lines;
 use super::outbox::columns_of;
 use super::shares::Shares;
+use crate::clock::at_most_a_day;
 use crate::error::Result;
 use crate::lane::Lane;
 use crate::store::{
@@ -51,7 +52,7 @@ pub(super) struct Reader {
 impl Reader {
     pub(super) fn new(store: PostgresStore) -> Self {
         Self {
-            sweep_due: Instant::now() + store.sweep_pause,
+            sweep_due: Instant::now() + at_most_a_day(store.sweep_pause),
             store,
             turn: 0,
             shares: Shares::default(),
@@ -186,7 +187,7 @@ impl Reader {
         }
         if sweep {
             let pause = started.elapsed().saturating_mul(SWEEP_PAUSE_FACTOR);
-            self.sweep_due = Instant::now() + pause.max(self.store.sweep_pause);
+            self.sweep_due = Instant::now() + at_most_a_day(pause.max(self.store.sweep_pause));
         }
         self.raise_alarm(&answer.below);
         let (aside, blocked) = &answer.aside;
