@@ -190,6 +190,7 @@ pub enum TopologyMode {
 ///    consumer, until one of its deliveries is acknowledged. A consumer's first subscription begins at the oldest.
 /// 2. Messages of one source and key are first delivered in the order they are stored.
 /// 3. A message on a rung is not delivered before its `x-due-at`, and while it waits nothing else waits for it.
+///    What somebody else wrote into that header on a source holds nothing back.
 /// 4. At most `in_flight_max` deliveries are unsettled at a time; the membership stays alive while
 ///    [`receive`](Self::receive) is not called.
 /// 5. What is unsettled when the process dies is delivered again.

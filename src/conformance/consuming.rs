@@ -147,13 +147,18 @@ pub(super) async fn a_rung_is_never_early_and_blocks_nobody(fixture: &dyn Fixtur
         source: source.clone(),
     };
     let (long, short) = (rung(6), rung(2));
-    let mut request = SubscriptionRequest::new(fresh("consumer"), vec![source.clone()]);
+    let consumer = fresh("consumer");
+    let mut request = SubscriptionRequest::new(&consumer, vec![source.clone()]);
     request.rungs = vec![long.clone(), short.clone()];
     let mut subscription = subscribe(fixture, request).await;
 
     let waiting = |rung: &Rung, n| {
         let Outgoing { message, .. } = numbered(&rung.destination, "a", n);
-        let story = Story::default().due(message.occurred_at + rung.delay);
+        let story = Story {
+            consumer: Some(consumer.clone()),
+            ..Story::default()
+        };
+        let story = story.due(message.occurred_at + rung.delay);
         Outgoing { message, story }
     };
     let batch = [

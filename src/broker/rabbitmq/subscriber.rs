@@ -362,9 +362,10 @@ impl Post {
                 255,
             ));
         }
-        let early = incoming
-            .story
-            .due_at
+        // What came over a rung of ours comes by its source; anybody else may write anything into a header.
+        let is_ours = incoming.story.consumer.as_deref() == Some(self.consumer.as_str());
+        let due = incoming.story.due_at.filter(|_| is_ours);
+        let early = due
             .and_then(|due| Duration::try_from(due - OffsetDateTime::now_utc()).ok())
             .unwrap_or_default();
         let item = Item {

@@ -11,6 +11,8 @@ use relaybox::broker::rabbitmq::{QueueKind, RabbitMq};
 use relaybox::broker::{Settlement, Subscriber, SubscriptionRequest};
 use relaybox::envelope::Outgoing;
 use relaybox_testcontainers::{shared_rabbitmq, unique_name};
+use time::OffsetDateTime;
+use time::macros::datetime;
 
 use super::{
     DEADLINE, acknowledge, config, connect, delete_queue, message, publish_all, queue, raw,
@@ -124,6 +126,33 @@ async fn a_release_beyond_the_bound_comes_back_at_the_bound() {
     let again = receive(&mut subscription, 1).await.remove(0);
     assert!(released.elapsed() >= Duration::from_secs(1));
     assert!(again.redelivered);
+}
+
+/// Only what this consumer failed itself waits; anybody may write anything into a header.
+#[tokio::test]
+async fn a_due_time_of_others_holds_nothing_back() {
+    let rabbitmq = connect().await;
+    let name = queue(&rabbitmq, "orders").await;
+    let mut request = request(&name);
+    request.in_flight_max = 2;
+    let due = |number: usize, consumer: Option<&str>, due: OffsetDateTime| {
+        let mut message = message(&name, number.to_string());
+        message.story.consumer = consumer.map(str::to_owned);
+        message.story.due_at = Some(due);
+        message
+    };
+    let never = datetime!(9999-01-01 0:00 UTC);
+    let soon = OffsetDateTime::now_utc() + Duration::from_secs(2);
+    let own = due(0, Some(&request.consumer), soon);
+    let others = [due(1, None, never), due(2, Some("another"), never)];
+    publish_all(&rabbitmq, &[own]).await;
+    publish_all(&rabbitmq, &others).await;
+    let mut subscription = subscribe(&rabbitmq, request).await;
+    // The own one takes one of two places meanwhile.
+    for expected in ["1", "2", "0"] {
+        assert_eq!(take(&mut subscription, 1).await, [expected]);
+    }
+    assert!(OffsetDateTime::now_utc() >= soon);
 }
 
 fn keyed(name: &str, key: usize, number: usize) -> Outgoing {
