@@ -17,7 +17,6 @@ pub(super) fn start(durable: bool) -> Result<(Container, String), ServiceError> 
         "max_connections=200".to_owned(),
         "max_prepared_transactions=20".to_owned(),
         format!("fsync={switch}"),
-        format!("synchronous_commit={switch}"),
         format!("full_page_writes={switch}"),
     ];
     let arguments = settings

@@ -18,7 +18,7 @@ const INSTALLED: &str = "/usr/lib/postgresql";
 /// PostgreSQL refuses to run as root; Debian's package makes this user.
 const USER: &str = "postgres";
 const SETTINGS: &str = include_str!("postgresql.conf");
-const DURABLE: &str = "\nfsync = on\nsynchronous_commit = on\nfull_page_writes = on\n";
+const DURABLE: &str = "\nfsync = on\nfull_page_writes = on\n";
 
 /// Initialises a data directory and starts the server on it.
 pub(super) fn start(durable: bool) -> Result<(LocalServer, String), ServiceError> {

@@ -32,7 +32,7 @@ pub struct PostgresOptions {
 }
 
 impl PostgresOptions {
-    /// Turns fsync, synchronous commits and full-page writes on, as in production: for figures that mean something.
+    /// Turns fsync and full-page writes on, as in production: for figures that mean something.
     /// Without it (the default) they are off. A server by URL keeps its own settings.
     #[must_use]
     pub fn with_durable(mut self) -> Self {

@@ -20,14 +20,24 @@ impl InboxStore for PostgresStore {
     }
 
     async fn check(&self) -> Result<()> {
-        let query = sqlx::query_scalar(self.sql.check_inbox.clone());
-        let encoding: String = bounded(&self.pool, "check inbox", ACQUIRE_TIMEOUT, |c| {
-            query.fetch_one(c).boxed()
-        })
-        .await?;
+        let query = sqlx::query_as(self.sql.check_inbox.clone());
+        let (encoding, durability): (String, String) =
+            bounded(&self.pool, "check inbox", ACQUIRE_TIMEOUT, |c| {
+                query.fetch_one(c).boxed()
+            })
+            .await?;
         if encoding != "UTF8" {
             // An id with a character that it lacks could never be recorded, and so never be settled.
             return Err(Error::configuration("server_encoding", "UTF8", encoding));
+        }
+        if durability == "off" {
+            // A message is acknowledged after the commit, which a crash of the server could then take back.
+            let limit = "local, remote_write, on or remote_apply";
+            return Err(Error::configuration(
+                "synchronous_commit",
+                limit,
+                durability,
+            ));
         }
         Ok(())
     }

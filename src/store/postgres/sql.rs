@@ -316,7 +316,7 @@ impl Sql {
                     AND '{t}outbox_destination'::regclass IS NOT NULL AND '{t}relay'::regclass IS NOT NULL"
             )),
             check_inbox: safe(format!(
-                "SELECT current_setting('server_encoding') \
+                "SELECT current_setting('server_encoding'), current_setting('synchronous_commit') \
                  FROM (SELECT count(*) FROM (SELECT 1 FROM {t}inbox LIMIT 1) one) all_there \
                  WHERE '{t}inbox_start'::regclass IS NOT NULL AND '{t}aggregate_version'::regclass IS NOT NULL"
             )),
@@ -386,10 +386,15 @@ impl Sql {
                         clock_timestamp() - interval '1 hour' - $1::bigint * interval '1 microsecond' \
                     ORDER BY updated_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
             )),
+            // Durable whatever the session says: the message is acknowledged after it.
             put: safe(format!(
-                "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
+                "WITH durable AS MATERIALIZED ( \
+                    SELECT set_config('synchronous_commit', CASE s WHEN 'off' THEN 'on' ELSE s END, true) \
+                    FROM current_setting('synchronous_commit') s) \
+                 INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
                     last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21) \
+                 SELECT $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21 \
+                 FROM durable \
                  ON CONFLICT DO NOTHING"
             )),
             list: safe(format!(

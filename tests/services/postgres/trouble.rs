@@ -3,12 +3,12 @@
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use relaybox::ErrorKind;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{
     Advanced, AsideState, DeadLetterStore, Enqueue, InboxStore, OutboxStore, Recorded,
     SettlementBatch, Verdict, VersionStore,
 };
+use relaybox::{ErrorKind, Message};
 use relaybox_testcontainers::PostgresOptions;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Executor};
@@ -33,6 +33,62 @@ async fn migrating_from_several_processes_at_once_is_harmless() {
         .unwrap();
     assert_eq!(one.migrate().await.unwrap_err().kind(), ErrorKind::Rejected);
     assert_eq!(two.migrate().await.unwrap_err().kind(), ErrorKind::Rejected);
+}
+
+/// A crash of the server would take back what was acknowledged.
+#[tokio::test]
+async fn an_inbox_whose_commits_a_crash_may_take_back_is_refused() {
+    let h = Postgres::start().await;
+    let inbox = async |setting: &str| {
+        let options = PgConnectOptions::from_str(&h.url).unwrap();
+        let options = options.options([("synchronous_commit", setting)]);
+        PostgresStore::new(PgPool::connect_with(options).await.unwrap())
+    };
+    for setting in ["on", "local", "remote_write", "remote_apply"] {
+        let store = inbox(setting).await;
+        InboxStore::check(&store).await.unwrap();
+    }
+    let weak = inbox("off").await;
+    let error = InboxStore::check(&weak).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration, "{error}");
+    let violation = error.violation().unwrap();
+    assert_eq!(violation.field, "synchronous_commit");
+    assert_eq!(violation.value, "off");
+    // A relay there only sends again what it had sent.
+    OutboxStore::check(&weak).await.unwrap();
+}
+
+/// They may have a store of their own, which nothing checks.
+#[tokio::test]
+async fn dead_letters_are_durable_whatever_their_sessions_say() {
+    let h = Postgres::start().await;
+    // Deferred, so that it sees what the commit goes by.
+    let seen = "CREATE TABLE seen (setting text);
+        CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            INSERT INTO seen VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$;
+        CREATE CONSTRAINT TRIGGER see AFTER INSERT ON relaybox_dead_letter
+            DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION see()";
+    h.pool().execute(sqlx::raw_sql(seen)).await.unwrap();
+    for setting in ["off", "local", "on"] {
+        let options = PgConnectOptions::from_str(&h.url).unwrap();
+        let options = options.options([("synchronous_commit", setting)]);
+        let pool = PgPoolOptions::new().max_connections(1);
+        let store = PostgresStore::new(pool.connect_with(options).await.unwrap());
+        store
+            .put(&Message::new("orders", "T").into())
+            .await
+            .unwrap();
+        let after: String = sqlx::query_scalar("SHOW synchronous_commit")
+            .fetch_one(store.pool())
+            .await
+            .unwrap();
+        assert_eq!(after, setting, "the session keeps its own");
+    }
+    let seen: Vec<String> = sqlx::query_scalar("SELECT setting FROM seen")
+        .fetch_all(h.pool())
+        .await
+        .unwrap();
+    assert_eq!(seen, ["on", "local", "on"]);
 }
 
 #[tokio::test]
