@@ -10,7 +10,6 @@ use relaybox::broker::memory::MemoryBroker;
 use relaybox::consumer::{Consumer, ConsumerConfig, Handler, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::ladder::Ladder;
-use relaybox::store::InboxStore;
 use relaybox::store::postgres::PostgresStore;
 use relaybox::testing::{Signal, eventually};
 use relaybox_testcontainers::{Postgres, PostgresOptions, shared_postgres};
@@ -19,15 +18,15 @@ use sqlx::postgres::PgPoolOptions;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-const DEADLINE: Duration = Duration::from_secs(60);
+pub const DEADLINE: Duration = Duration::from_secs(60);
 
-struct House {
-    store: PostgresStore,
-    broker: MemoryBroker,
+pub struct House {
+    pub store: PostgresStore,
+    pub broker: MemoryBroker,
 }
 
 impl House {
-    async fn new() -> Self {
+    pub async fn new() -> Self {
         Self::on(shared_postgres().await, 10).await
     }
 
@@ -50,7 +49,7 @@ impl House {
         Self { store, broker }
     }
 
-    async fn publish(&self, key: &str, ids: &[&str]) {
+    pub async fn publish(&self, key: &str, ids: &[&str]) {
         let batch: Vec<_> = ids
             .iter()
             .map(|id| {
@@ -72,18 +71,18 @@ impl House {
             .with_config(config)
     }
 
-    async fn effects(&self) -> Vec<String> {
+    pub async fn effects(&self) -> Vec<String> {
         sqlx::query_scalar("SELECT message_id FROM effect ORDER BY message_id")
             .fetch_all(self.store.pool())
             .await
             .unwrap()
     }
 
-    fn dead(&self) -> Vec<Incoming> {
+    pub fn dead(&self) -> Vec<Incoming> {
         self.broker.log("orders.billing.DLQ")
     }
 
-    async fn consumed(&self) {
+    pub async fn consumed(&self) {
         eventually(DEADLINE, "everything is settled", || async {
             self.broker
                 .topics()
@@ -478,50 +477,4 @@ async fn a_database_without_tables_is_an_error_at_start() {
         .await
         .unwrap_err();
     assert_eq!(error.kind(), relaybox::ErrorKind::NotFound, "{error}");
-}
-
-/// A transaction that never ends holds the keys of some messages. They are put off, and are no suspects for that.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn keys_held_elsewhere_delay_no_other_message() {
-    let house = House::new().await;
-    let held: Vec<String> = (0..4).map(|n| format!("held-{n}")).collect();
-    let keys: Vec<&str> = held.iter().map(String::as_str).collect();
-    let mut transaction = house.store.begin().await.unwrap();
-    let record = house.store.record(&mut transaction, "billing", &keys);
-    record.await.unwrap();
-    for id in &keys {
-        house.publish(id, &[id]).await;
-    }
-    for n in 0..200 {
-        let id = format!("m-{n}");
-        house.publish(&id, &[&id]).await;
-    }
-    async fn note(_: &(), db: &mut PgConnection, incoming: &Incoming) -> Result<(), sqlx::Error> {
-        sqlx::query("INSERT INTO effect (message_id) VALUES ($1)")
-            .bind(incoming.message.id.as_str())
-            .execute(db)
-            .await
-            .map(drop)
-    }
-    let store = house
-        .store
-        .clone()
-        .with_lock_wait(Duration::from_millis(300));
-    let consumer = Consumer::new("billing", "orders", house.broker.clone(), store);
-    let counts = consumer.counts();
-    let (stop, stopped) = oneshot::channel::<()>();
-    let running = tokio::spawn(consumer.run_until(handler_fn((), note), async {
-        let _ = stopped.await;
-    }));
-    eventually(DEADLINE, "the others are done", || async {
-        house.effects().await.len() == 200
-    })
-    .await;
-    house.store.rollback(transaction).await.unwrap();
-    house.consumed().await;
-    let _ = stop.send(());
-    running.await.unwrap().unwrap();
-    assert_eq!(house.effects().await.len(), 204);
-    assert_eq!(counts.crashed.load(Ordering::SeqCst), 0);
-    assert!(house.dead().is_empty());
 }

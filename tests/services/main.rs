@@ -19,6 +19,7 @@ mod consuming;
 mod crash_points;
 mod end_to_end;
 mod fragile;
+mod held_keys;
 mod kafka;
 mod kafka_contract;
 mod nats;
