@@ -146,11 +146,15 @@ pub(super) async fn a_rung_is_never_early_and_blocks_nobody(fixture: &dyn Fixtur
         delay: Duration::from_secs(seconds),
         source: source.clone(),
     };
-    let (long, short) = (rung(6), rung(2));
+    let (long, short) = (rung(6), rung(3));
     let consumer = fresh("consumer");
     let mut request = SubscriptionRequest::new(&consumer, vec![source.clone()]);
     request.rungs = vec![long.clone(), short.clone()];
     let mut subscription = subscribe(fixture, request).await;
+    // Once one has come, those that follow do not wait for the membership to begin.
+    publish_all(&*fixture.publisher(), &[numbered(&source, "a", 9)]).await;
+    let first = receive_count(&mut *subscription, 1).await.remove(0);
+    acknowledge(first).await;
 
     let waiting = |rung: &Rung, n| {
         let Outgoing { message, .. } = numbered(&rung.destination, "a", n);
