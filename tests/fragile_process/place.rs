@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use relaybox::broker::Broker;
-use relaybox::broker::kafka::{Kafka, KafkaConfig};
+use relaybox::broker::kafka::{Assignor, Kafka, KafkaConfig};
 use relaybox::broker::nats::{Nats, NatsConfig};
 use relaybox::broker::rabbitmq::{QueueKind, RabbitMq, RabbitMqConfig};
 use relaybox::ladder::Ladder;
@@ -72,6 +72,7 @@ async fn kafka(brokers: &str, member: &str) -> relaybox::Result<Kafka> {
         .with_publish_deadline(PUBLISH_DEADLINE)
         .with_session_timeout(SESSION)
         .with_commit_interval(COMMIT_INTERVAL)
+        .with_assignor(Assignor::Range)
         .with_instance_id(member);
     Kafka::connect(config).await
 }

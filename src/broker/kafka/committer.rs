@@ -35,9 +35,13 @@ pub(super) fn run(consumer: &BaseConsumer<Member>) {
     let mut failing: Option<Instant> = None;
     while member.wait_to_commit(timer) {
         let is_time = Instant::now() >= timer;
-        let result = find(consumer, &member.unknown())
-            .and_then(|()| commit(consumer, &member.under_way(is_time)));
+        // What cannot be read of one partition keeps no other from being committed.
+        let found = find(consumer, &member.unknown());
+        let result = commit(consumer, &member.under_way(is_time)).and(found);
         member.answered();
+        if is_time {
+            timer = Instant::now() + member.commit_interval;
+        }
         match result {
             Ok(()) => failing = None,
             Err(error) => {
@@ -52,11 +56,7 @@ pub(super) fn run(consumer: &BaseConsumer<Member>) {
                     member.desk.report(error);
                 }
                 member.pause_commits(RETRY_PAUSE);
-                continue;
             }
-        }
-        if is_time {
-            timer = Instant::now() + member.commit_interval;
         }
     }
 }

@@ -205,6 +205,9 @@ impl KafkaConfig {
     ///
     /// No two members of a consumer may have the same name at a time. The older ends with an error; with
     /// [`Assignor::Broker`] the newer does, also when the older was killed and its session is not over.
+    ///
+    /// Needs [`Assignor::Range`] or [`Assignor::Broker`]: with `CooperativeSticky`, the default, a member that dies while
+    /// it gives partitions up and is back under its name leaves them to nobody, and the group never notices.
     #[must_use]
     pub fn with_instance_id(mut self, id: impl Into<String>) -> Self {
         self.instance_id = Some(id.into());
@@ -267,6 +270,13 @@ impl KafkaConfig {
                 id,
             ));
         }
+        if self.instance_id.is_some() && self.assignor == Assignor::CooperativeSticky {
+            return Err(Error::configuration(
+                "assignor",
+                "Range or Broker for a member with an instance_id",
+                "CooperativeSticky",
+            ));
+        }
         let second = Duration::from_secs(1);
         let minute = Duration::from_secs(60);
         let milli = Duration::from_millis(1);
@@ -287,10 +297,12 @@ impl KafkaConfig {
             self.session_timeout,
             day,
         )?;
-        if self.drain_deadline >= self.poll_interval_max {
+        // A rebalance waits for what is in work, and then for a commit under way.
+        let longest = self.poll_interval_max.saturating_sub(self.answer_deadline);
+        if self.drain_deadline >= longest {
             return Err(Error::configuration(
                 "drain_deadline",
-                format!("below poll_interval_max ({:?})", self.poll_interval_max),
+                format!("below poll_interval_max less answer_deadline ({longest:?})"),
                 format!("{:?}", self.drain_deadline),
             ));
         }
@@ -408,7 +420,9 @@ mod tests {
 
     #[test]
     fn one_who_only_reads_commits_nothing_and_is_no_member() {
-        let reader = good().with_instance_id("a").reader(Some("g"));
+        let named = good().with_instance_id("a");
+        assert_eq!(refused(&named), "assignor");
+        let reader = named.with_assignor(Assignor::Range).reader(Some("g"));
         assert_eq!(reader.get("enable.auto.commit"), Some("false"));
         assert_eq!(reader.get("group.instance.id"), None);
     }

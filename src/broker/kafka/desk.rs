@@ -353,7 +353,7 @@ impl Desk {
     /// Before the end a delivery that is dropped is given back. After it, a holder that took its leave without a word may
     /// have been cut off in the middle of the work.
     fn dropped(&self, item: Item) {
-        if item.holding.is_current() && self.has_ended() {
+        if self.has_ended() {
             item.holding.book().has_dropped = true;
         }
         let delay = Duration::ZERO;

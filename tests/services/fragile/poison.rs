@@ -22,10 +22,9 @@ async fn a_message_that_ends_its_process_becomes_a_dead_letter_and_its_neighbour
     found(&scene, &["a"]).await;
 }
 
-/// Not on Kafka, where members that die while the group takes them in may leave it waiting.
 #[tokio::test(flavor = "multi_thread")]
 async fn neighbours_in_another_member_are_unharmed_too() {
-    for product in [Product::RabbitMq, Product::Nats] {
+    for product in [Product::RabbitMq, Product::Nats, Product::Kafka] {
         let database = Database::postgres().await;
         let scene = poisoned("beside another", product, database).await;
         found(&scene, &["a", "b"]).await;

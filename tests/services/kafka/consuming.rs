@@ -274,7 +274,8 @@ async fn the_membership_outlives_a_receiver_that_does_not_call() {
     let config = config(&brokers)
         .with_session_timeout(2 * SECOND)
         .with_poll_interval_max(3 * SECOND)
-        .with_drain_deadline(SECOND);
+        .with_drain_deadline(SECOND)
+        .with_answer_deadline(SECOND);
     let kafka = Kafka::connect(config).await.unwrap();
     let topic = topic("idle", 1).await;
     let consumer = unique_name("idle");

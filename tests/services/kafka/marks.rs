@@ -6,7 +6,7 @@ use relaybox::broker::{Rung, Settlement, Subscriber};
 use relaybox::testing::eventually;
 use relaybox_testcontainers::{KafkaLine, shared_kafka, unique_name};
 
-use super::membership::ASSIGNORS;
+use super::membership::{ASSIGNORS, named};
 use super::*;
 
 const IN_FLIGHT: usize = 20;
@@ -128,8 +128,8 @@ async fn exactly_what_a_dead_member_may_have_had_in_work_is_redelivered() {
 /// It is back under its name before anybody has missed it, and no rebalance tells of it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_static_member_that_is_back_is_told_of_its_own_death() {
-    let mortal = Mortal::new(|c| c.with_instance_id("a").with_session_timeout(60 * SECOND)).await;
-    let kafka = with(|c| c.with_instance_id("a").with_session_timeout(60 * SECOND)).await;
+    let mortal = Mortal::new(|c| named(c, "a").with_session_timeout(60 * SECOND)).await;
+    let kafka = with(|c| named(c, "a").with_session_timeout(60 * SECOND)).await;
     let topic = topic("back", 1).await;
     publish_all(&kafka, &numbered(&topic, "k", 0..ALL)).await;
     let mut asked = request(&unique_name("back"), &topic);

@@ -4,7 +4,7 @@ use rdkafka::consumer::Consumer as _;
 use rdkafka::mocking::MockCluster;
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 use relaybox::ErrorKind;
-use relaybox::broker::kafka::{Assignor, Kafka};
+use relaybox::broker::kafka::{Assignor, Kafka, KafkaConfig};
 use relaybox::broker::{ConnectionState, Rung, Subscriber, TopologyMode};
 use relaybox::testing::eventually;
 use relaybox_testcontainers::{shared_kafka, unique_name};
@@ -16,6 +16,11 @@ pub const ASSIGNORS: [Assignor; 3] = [
     Assignor::Range,
     Assignor::Broker,
 ];
+
+/// A static member, which needs another assignor than the default.
+pub fn named(config: KafkaConfig, id: &str) -> KafkaConfig {
+    config.with_instance_id(id).with_assignor(Assignor::Range)
+}
 
 fn partition(delivery: &Delivery) -> String {
     delivery.coordinates.partition.clone().unwrap()
@@ -146,8 +151,7 @@ async fn what_is_done_before_the_drain_ends_does_not_come_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_static_member_that_restarts_finds_its_partitions_and_moves_none() {
     let (topic, consumer) = (topic("static", 2).await, unique_name("static"));
-    let member =
-        |id: &'static str| with(move |c| c.with_instance_id(id).with_session_timeout(60 * SECOND));
+    let member = |id: &'static str| with(move |c| named(c, id).with_session_timeout(60 * SECOND));
     let (a, b) = (member("a").await, member("b").await);
     let publisher = connect().await;
     let send = async |n: usize| {
@@ -218,7 +222,7 @@ async fn end_of(subscription: &mut Box<dyn Subscription>) -> relaybox::Error {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_two_members_with_one_name_one_ends_with_an_error() {
-    for assignor in ASSIGNORS {
+    for assignor in [Assignor::Range, Assignor::Broker] {
         let (topic, consumer) = (topic("twins", 1).await, unique_name("twins"));
         let kafka = with(|c| c.with_instance_id("twin").with_assignor(assignor)).await;
         publish_all(&kafka, &numbered(&topic, "k", 0..1)).await;
@@ -267,6 +271,7 @@ async fn a_wait_on_a_rung_longer_than_the_poll_interval_costs_no_membership() {
         c.with_session_timeout(2 * SECOND)
             .with_poll_interval_max(3 * SECOND)
             .with_drain_deadline(SECOND)
+            .with_answer_deadline(SECOND)
     })
     .await;
     let source = topic("patient", 1).await;

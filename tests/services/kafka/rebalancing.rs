@@ -301,7 +301,7 @@ async fn members_that_the_broker_assigns_lose_double_and_rewind_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn static_members_restarted_one_by_one_lose_double_and_rewind_nothing() {
-    let mut group = Group::new("cooperative-sticky", true).await;
+    let mut group = Group::new("range", true).await;
     for member in ["a", "b", "c"] {
         group.start(member);
     }
