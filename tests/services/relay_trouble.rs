@@ -23,11 +23,14 @@ use crate::store_contract::{Harness, enqueue, keyed};
 
 const KEYS: u32 = 10;
 
-/// A relay whose own sessions are called `relay`, so that nobody else's are hit.
+/// A relay whose own sessions are called `relay`, so that nobody else's are hit. Its lease is longer than any lock that a test
+/// holds, also on a busy machine: a lane that is lost is sent again.
 async fn start_relay(h: &Postgres) -> Running {
     let options = PgConnectOptions::from_str(&h.url).unwrap();
     let pool = PgPool::connect_with(options.application_name("relay"));
-    let config = brisk().with_backoff(DelayPolicy::exponential(Duration::from_millis(10)));
+    let config = brisk()
+        .with_lease(Duration::from_secs(15))
+        .with_backoff(DelayPolicy::exponential(Duration::from_millis(10)));
     let ledger = Ledger::new(h.pool().clone());
     let store = PostgresStore::new(pool.await.unwrap());
     Running::start(Relay::new(store, ledger).with_config(config))
