@@ -30,8 +30,9 @@ use super::publish::{Outcomes, publish};
 use super::status::Reporter;
 use super::triage::{Triage, put_off, triage};
 
-/// Tries of the settling statement before the batch is given up and read again (duplicates, never loss).
-const SETTLE_TRIES: u32 = 5;
+/// Tries of the settling statement before the batch is given up and read again (duplicates, never loss). More than a relay
+/// has connections: after a server's restart each of them is found broken once.
+const SETTLE_TRIES: u32 = 12;
 
 pub(super) struct Worker {
     pub(super) index: usize,

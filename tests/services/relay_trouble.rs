@@ -43,7 +43,8 @@ async fn judge_and_stop(h: &Postgres, relay: Running, count: u32) {
     relay.stop().await;
     let all = entries(h.pool()).await.into_iter();
     let all: Vec<Sent> = all.map(|entry| entry.sent).collect();
-    assert!(judge("trouble", &all, KEYS, count).is_empty(), "sent twice");
+    let repeated = judge("trouble", &all, KEYS, count);
+    assert!(repeated.is_empty(), "sent twice: {repeated:?}");
 }
 
 /// Fails the first four statements on each of the tables that a relay writes to, as the server would.
