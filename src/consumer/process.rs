@@ -304,9 +304,9 @@ where
         let began = Instant::now();
         let attempt = self.form.run(&self.inbox, batch).await;
         tell_attempt(&self.inbox.consumer, &attempt, batch.len(), began.elapsed());
-        match &attempt {
-            Attempt::Unavailable(error) => self.condition.database(Some(error)),
-            _ => self.condition.database(None),
+        // Where it did not answer, the pause that follows says so.
+        if !matches!(attempt, Attempt::Unavailable(_)) {
+            self.condition.database(None);
         }
         attempt
     }

@@ -62,7 +62,6 @@ impl Memory {
 }
 
 /// How it stands with a suspect.
-#[derive(PartialEq, Eq)]
 pub(super) enum Standing {
     /// Nobody works on it, and nobody has.
     Free,

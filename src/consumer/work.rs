@@ -121,14 +121,13 @@ where
     fn room(&self) -> usize {
         let config = &self.processor.config;
         let held = self.schedule.len() + self.running_count;
-        if held > 0 && self.running_bytes + self.waiting_bytes >= config.in_flight_bytes_max {
+        let bytes_held = self.running_bytes + self.waiting_bytes;
+        let bytes_left = config.in_flight_bytes_max.saturating_sub(bytes_held);
+        if held > 0 && bytes_left == 0 {
             return 0;
         }
         let room = config.in_flight_max.saturating_sub(held);
         // What comes is not larger than the largest so far, most likely; the first comes alone.
-        let bytes_left =
-            config.in_flight_bytes_max - self.running_bytes.min(config.in_flight_bytes_max);
-        let bytes_left = bytes_left.saturating_sub(self.waiting_bytes);
         let fitting = bytes_left.checked_div(self.bytes_seen).unwrap_or(1);
         room.min(fitting.max(1))
     }
