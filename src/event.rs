@@ -89,6 +89,8 @@ metrics! {
         "Age of the oldest of them, where the broker tells it";
     CONSUMER_MESSAGES = Counter "relaybox_consumer_messages_total" ["consumer", "outcome"] "messages"
         "How deliveries ended: `handled`, `duplicate`, `retried` (on a rung), `dead`";
+    CONSUMER_RETRY_LATE = Histogram "relaybox_consumer_retry_late_seconds" ["consumer"] "seconds"
+        "From the time that a message on a rung was due to the start of its next attempt; never early, and late by what waited before it";
     DEAD_LETTERS = Gauge "relaybox_dead_letters" ["consumer", "destination"] "messages"
         "What the consumer's dead letter destination at the broker holds";
     OUTBOX_ASIDE = Gauge "relaybox_outbox_aside_messages" ["reason"] "messages"

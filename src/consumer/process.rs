@@ -26,7 +26,7 @@ use super::health::Condition;
 use super::job::{Homes, Job, Lot};
 use super::outcome::Failure;
 use super::suspects::{Memory, Standing};
-use super::tell::{Became, tell_attempt, tell_crash, tell_end};
+use super::tell::{Became, tell_attempt, tell_crash, tell_end, tell_lateness};
 
 /// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
 const RERUNS_MAX: u32 = 10;
@@ -95,6 +95,10 @@ where
     /// Works to the settlement of each, and returns those that are to be handled again, alone. What is no longer ours is left
     /// unsettled, and so is everything at a stop: then it is delivered again.
     pub(super) async fn process(&self, mut jobs: Vec<Job>, mut leave: Leave) -> Vec<Job> {
+        for job in &jobs {
+            let story = &job.message.incoming.story;
+            tell_lateness(&self.inbox.consumer, story, || self.clock.now());
+        }
         match jobs.len() {
             0 => Vec::new(),
             1 => match jobs.pop() {

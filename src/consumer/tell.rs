@@ -9,7 +9,7 @@ use crate::event::{self, Value};
 use crate::inbox::{Attempt, Ended};
 use crate::ladder::Ask;
 use crate::message::Message;
-use crate::story::Reason;
+use crate::story::{Reason, Story};
 
 use super::outcome::Failure;
 
@@ -36,6 +36,16 @@ impl Became {
             Self::Retried => "retried",
             Self::Dead(_) => "dead",
         }
+    }
+}
+
+/// A message that waited on a rung is taken up again. The clock is only asked where somebody wants to know.
+pub(super) fn tell_lateness(consumer: &str, story: &Story, now: impl FnOnce() -> OffsetDateTime) {
+    if cfg!(feature = "metrics")
+        && let Some(due_at) = story.due_at
+    {
+        let late = Duration::try_from(now() - due_at).unwrap_or_default();
+        event::observe(&event::CONSUMER_RETRY_LATE, &[Value::Name(consumer)], late);
     }
 }
 

@@ -201,6 +201,7 @@ fn outcomes_attempts_duplicates_dead_letters_lag_and_latency_are_told() {
             ),
             ("consumer_lag_seconds", r#",source="orders""#, 0),
             ("consumer_end_to_end_seconds_count", "", 2),
+            ("consumer_retry_late_seconds_count", "", 4),
         ] {
             let line = format!(r#"relaybox_{metric}{{consumer="telling"{labels}}} {value}"#);
             shown(&handle, &line).await;
