@@ -7,7 +7,7 @@ use time::OffsetDateTime;
 use crate::broker::Rung;
 use crate::clock;
 use crate::error::{Error, Result};
-use crate::story::{Reason, Story};
+use crate::story::{Origin, Reason, Story};
 
 /// Rungs of growing delay between attempts. A message climbs one rung per failure; after the last it is a dead letter.
 ///
@@ -172,6 +172,13 @@ impl Ladder {
     }
 }
 
+/// Which of its consumer's sources a copy tells that it first came from: a topic or exchange, or a queue or stream.
+pub(crate) fn told_source<'a>(sources: &'a [String], origin: &Origin) -> Option<&'a String> {
+    let told = [Some(&origin.topic), origin.partition.as_ref()];
+    let mut told = told.into_iter().flatten();
+    told.find_map(|name| sources.iter().find(|source| *source == name))
+}
+
 /// Fills `{topic}` and `{consumer}` of a name template.
 pub(crate) fn fill(template: &str, topic: &str, consumer: &str) -> String {
     template
@@ -200,7 +207,6 @@ fn spoken(delay: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::story::Origin;
     use time::macros::datetime;
 
     const NOW: OffsetDateTime = datetime!(2026-01-05 10:00 UTC);

@@ -43,6 +43,10 @@ impl Reason {
     pub const MISSING_ID: &str = "missing-id";
     /// The payload cannot be decoded.
     pub const UNDECODABLE: &str = "undecodable";
+    /// It came from elsewhere, without a reason.
+    pub const FOREIGN: &str = "foreign";
+    /// It was handled, and is to be handled once more.
+    pub const REPROCESS: &str = "reprocess";
     /// No handler is there for its event type.
     pub const UNKNOWN_TYPE: &str = "unknown-type";
     /// A version or an aggregate is needed, and it has none.
@@ -137,6 +141,29 @@ impl Story {
         self
     }
 
+    /// The story of a copy that an operator sends back: attempts begin anew, and one more redrive is counted. The first
+    /// failure stays, so that it can be told how old the message is, and so do consumer and origin.
+    #[must_use]
+    pub fn redriven(&self) -> Self {
+        Self {
+            origin: self.origin.clone(),
+            consumer: self.consumer.clone(),
+            first_failed_at: self.first_failed_at,
+            redrive_count: self.redrive_count.saturating_add(1),
+            ..Self::default()
+        }
+    }
+
+    /// The same, no longer than stories of ours are, whoever wrote it.
+    #[must_use]
+    pub(crate) fn cut(mut self) -> Self {
+        self.origin = self.origin.as_ref().map(bounded);
+        self.last_error = self
+            .last_error
+            .map(|text| cut(&text, ERROR_BYTES_MAX).to_owned());
+        self
+    }
+
     /// Only what nobody can do without, for a message so large that its story does not fit beside it.
     #[must_use]
     pub fn shrunk(&self) -> Self {
@@ -202,6 +229,27 @@ mod tests {
                 .last_error
                 .is_some_and(|e| e.starts_with("panic: xxx"))
         );
+    }
+
+    #[test]
+    fn a_redrive_begins_the_attempts_anew_and_is_counted() {
+        let monday = datetime!(2026-01-05 10:00 UTC);
+        let dead = Story::default()
+            .failed("billing", &origin(), "handler", "no stock", monday)
+            .dead(Reason::new(Reason::PERMANENT));
+        let back = dead.redriven();
+        let expected = Story {
+            origin: Some(origin()),
+            consumer: Some("billing".into()),
+            first_failed_at: Some(monday),
+            redrive_count: 1,
+            ..Story::default()
+        };
+        assert_eq!(back, expected);
+        let tuesday = datetime!(2026-01-06 10:00 UTC);
+        let again = back.failed("billing", &origin(), "handler", "no stock", tuesday);
+        assert_eq!((again.retry_count, again.redrive_count), (1, 1));
+        assert_eq!(again.first_failed_at, Some(monday));
     }
 
     #[test]

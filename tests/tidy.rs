@@ -42,6 +42,7 @@ const STORE_FILES: &[&str] = &[
     "admin",
     "inbox",
     "dead_letters",
+    "redrive",
     "versions",
     "sql",
     "error",

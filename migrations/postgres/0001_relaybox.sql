@@ -261,3 +261,44 @@ CREATE TABLE relaybox_dead_letter (
 
 -- Serves a consumer's list, oldest first, and its count.
 CREATE INDEX ON relaybox_dead_letter (consumer, position);
+
+CREATE TABLE relaybox_redrive_run (
+    id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    consumer     text        NOT NULL,
+    operator     text        NOT NULL,
+    plan         text        NOT NULL,
+    end_position bigint      NOT NULL,
+    state        text        NOT NULL DEFAULT 'planned',
+    cursor       bigint      NOT NULL DEFAULT 0,
+    token        bigint      NOT NULL DEFAULT 0,
+    sent         bigint      NOT NULL DEFAULT 0,
+    refused      bigint      NOT NULL DEFAULT 0,
+    rejected     bigint      NOT NULL DEFAULT 0,
+    proved       boolean     NOT NULL DEFAULT false,
+    error        text,
+    planned_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_at   timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+CREATE INDEX ON relaybox_redrive_run (consumer, id);
+
+CREATE TABLE relaybox_redrive_audit (
+    position      bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp(),
+    run           bigint,
+    consumer      text        NOT NULL,
+    operator      text        NOT NULL,
+    verb          text        NOT NULL,
+    message_id    text        NOT NULL,
+    redrive_count bigint      NOT NULL,
+    digest        bytea       NOT NULL,
+    outcome       text        NOT NULL,
+    detail        text        NOT NULL
+);
+
+CREATE INDEX ON relaybox_redrive_audit (consumer, position);
+
+CREATE INDEX ON relaybox_redrive_audit (consumer, at);
+
+-- Finds what has left already.
+CREATE INDEX ON relaybox_redrive_audit (consumer, message_id, redrive_count, digest);

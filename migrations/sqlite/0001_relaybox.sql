@@ -150,3 +150,40 @@ CREATE TABLE relaybox_dead_letter (
     UNIQUE (consumer, message_id, redrive_count, digest),
     UNIQUE (consumer, position)
 ) STRICT;
+
+CREATE TABLE relaybox_redrive_run (
+    id           INTEGER PRIMARY KEY AUTOINCREMENT,
+    consumer     TEXT    NOT NULL,
+    operator     TEXT    NOT NULL,
+    plan         TEXT    NOT NULL,
+    end_position INTEGER NOT NULL,
+    state        TEXT    NOT NULL DEFAULT 'planned',
+    cursor       INTEGER NOT NULL DEFAULT 0,
+    token        INTEGER NOT NULL DEFAULT 0,
+    sent         INTEGER NOT NULL DEFAULT 0,
+    refused      INTEGER NOT NULL DEFAULT 0,
+    rejected     INTEGER NOT NULL DEFAULT 0,
+    proved       INTEGER NOT NULL DEFAULT 0,
+    error        TEXT,
+    planned_at   INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    changed_at   INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    UNIQUE (consumer, id)
+) STRICT;
+
+CREATE TABLE relaybox_redrive_audit (
+    position      INTEGER PRIMARY KEY AUTOINCREMENT,
+    at            INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    run           INTEGER,
+    consumer      TEXT    NOT NULL,
+    operator      TEXT    NOT NULL,
+    verb          TEXT    NOT NULL,
+    message_id    TEXT    NOT NULL,
+    redrive_count INTEGER NOT NULL,
+    digest        BLOB    NOT NULL,
+    outcome       TEXT    NOT NULL,
+    detail        TEXT    NOT NULL,
+    -- Only for their indexes: CREATE INDEX cannot follow a schema prefix. The list, the age, and what has left already.
+    UNIQUE (consumer, position),
+    UNIQUE (consumer, at, position),
+    UNIQUE (consumer, message_id, redrive_count, digest, position)
+) STRICT;

@@ -162,7 +162,7 @@ impl SubscriptionRequest {
 pub struct Rung {
     /// Destination that a failed message is published to.
     pub destination: String,
-    /// How long it waits there.
+    /// How long it waits there; zero for a way back from the dead letters.
     pub delay: Duration,
     /// The source that it came from, and comes back to where the broker moves what is due by itself. Several sources may
     /// share a rung, each with an entry of its own.

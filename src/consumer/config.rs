@@ -308,7 +308,7 @@ impl ConsumerConfig {
 }
 
 /// What a consumer's name must look like: it becomes part of topic and queue names.
-pub(super) fn validate_name(name: &str) -> Result<()> {
+pub(crate) fn validate_name(name: &str) -> Result<()> {
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
     if (1..=100).contains(&name.len()) && name.bytes().all(plain) {
         return Ok(());

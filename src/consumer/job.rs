@@ -5,10 +5,10 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use crate::broker::{Delivery, Receipt};
+use crate::broker::{Delivery, Receipt, Rung};
 use crate::envelope::{Incoming, is_usable_id};
 use crate::inbox::Keyed;
-use crate::ladder::Ladder;
+use crate::ladder::told_source;
 use crate::story::{Origin, Story};
 
 use super::config::MissingId;
@@ -36,7 +36,7 @@ impl InboxKey {
     }
 
     /// The key. A function that panics has made none.
-    fn of(&self, incoming: &Incoming) -> Option<String> {
+    pub(crate) fn of(&self, incoming: &Incoming) -> Option<String> {
         match self {
             Self::MessageId => {
                 (!incoming.id_missing).then(|| incoming.message.id.as_str().to_owned())
@@ -181,19 +181,17 @@ fn ended_its_process(story: &Story) -> bool {
 #[derive(Debug)]
 pub(super) struct Homes {
     sources: Vec<String>,
-    /// The first source of each rung; several sources may share one.
+    /// The first source of each rung and way back; several sources may share one.
     rungs: HashMap<String, String>,
 }
 
 impl Homes {
-    pub(super) fn new(sources: &[String], ladder: &Ladder, consumer: &str) -> Self {
+    pub(super) fn new(sources: &[String], copies: &[Rung]) -> Self {
         let mut rungs = HashMap::new();
-        for source in sources {
-            for rung in ladder.rungs_of(source, consumer) {
-                rungs
-                    .entry(rung.destination)
-                    .or_insert_with(|| source.clone());
-            }
+        for rung in copies {
+            rungs
+                .entry(rung.destination.clone())
+                .or_insert_with(|| rung.source.clone());
         }
         Self {
             sources: sources.to_vec(),
@@ -208,11 +206,7 @@ impl Homes {
     /// The source of what came through `source`, which may be a rung. A copy of ours tells where it first came from; that
     /// counts as far as it is one of our sources, and decides where several share a rung.
     fn home<'a>(&'a self, source: &'a str, origin: Option<&'a Origin>) -> &'a str {
-        let told = origin
-            .into_iter()
-            .flat_map(|origin| [Some(&origin.topic), origin.partition.as_ref()])
-            .flatten()
-            .find(|name| self.is_source(name));
+        let told = origin.and_then(|origin| told_source(&self.sources, origin));
         told.map_or_else(
             || {
                 self.rungs

@@ -27,7 +27,7 @@ use futures_util::future::{BoxFuture, FutureExt};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use crate::broker::{Publisher, Subscriber, SubscriptionRequest};
+use crate::broker::{Publisher, Rung, Subscriber, SubscriptionRequest};
 use crate::clock::{Clock, SystemClock};
 use crate::dlq::DeadLetters;
 use crate::error::{Error, Result};
@@ -36,6 +36,7 @@ use crate::ladder::Ladder;
 use crate::readiness::Probe;
 use crate::store::InboxStore;
 
+pub(crate) use config::validate_name;
 pub use config::{ConsumerConfig, MissingId};
 pub use guard::FailureGuard;
 pub use handler::{
@@ -307,10 +308,11 @@ impl<S: InboxStore> Consumer<S> {
     }
 
     fn into_processor<F>(self, form: F) -> Processor<S, F> {
+        let homes = Homes::new(&self.sources, &self.rungs());
         let mut config = self.config;
         config.concurrency = config.concurrency.min(self.store.concurrency_max());
         Processor {
-            homes: Homes::new(&self.sources, &self.ladder, &self.name),
+            homes,
             inbox: Inbox {
                 store: self.store,
                 consumer: self.name.clone(),
@@ -349,15 +351,21 @@ impl<S: InboxStore> Consumer<S> {
 
     fn request(&self) -> SubscriptionRequest {
         let mut request = SubscriptionRequest::new(&self.name, self.sources.clone());
-        request.rungs = self
-            .sources
-            .iter()
-            .flat_map(|source| self.ladder.rungs_of(source, &self.name))
-            .collect();
+        request.rungs = self.rungs();
         request.dead_letters = self.dead_letter_destinations();
         request.topology = self.config.topology;
         request.in_flight_max = self.config.in_flight_max;
         request
+    }
+
+    /// The rungs of the ladder, and the ways back from the dead letters.
+    fn rungs(&self) -> Vec<Rung> {
+        let of = |source: &String| {
+            let mut rungs = self.ladder.rungs_of(source, &self.name);
+            rungs.push(self.dead_letters.way_back(source, &self.name));
+            rungs
+        };
+        self.sources.iter().flat_map(of).collect()
     }
 
     fn dead_letter_destinations(&self) -> Vec<String> {
@@ -378,6 +386,20 @@ fn no_circle(request: &SubscriptionRequest) -> Result<()> {
     if let Some(rung) = rung_names(request).find(|name| is_source(name)) {
         let limit = "a name that no source has";
         return Err(Error::configuration("ladder template", limit, rung));
+    }
+    let delayed = |name: &String| {
+        let named = request
+            .rungs
+            .iter()
+            .filter(|rung| rung.destination == *name);
+        named.fold([false; 2], |[back, waits], rung| {
+            let zero = rung.delay.is_zero();
+            [back || zero, waits || !zero]
+        })
+    };
+    if let Some(both) = rung_names(request).find(|name| delayed(name) == [true; 2]) {
+        let limit = "a name that no rung has";
+        return Err(Error::configuration("way back template", limit, both));
     }
     let read = |name: &&String| is_source(name) || rung_names(request).any(|rung| rung == *name);
     if let Some(dead) = request.dead_letters.iter().find(read) {

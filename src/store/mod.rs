@@ -1,7 +1,7 @@
 //! The store contracts, and one adapter per database.
 //!
 //! Typed where the user's transaction passes ([`Enqueue`], [`InboxStore`]); object-safe where only relaybox's own
-//! statements run ([`OutboxStore`], [`OutboxAdmin`], [`DeadLetterStore`]).
+//! statements run ([`OutboxStore`], [`OutboxAdmin`], [`DeadLetterStore`], [`RedriveStore`]).
 
 mod admin;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
@@ -14,6 +14,7 @@ mod inbox;
 mod names;
 mod no_inbox;
 mod outbox;
+mod redrive;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
 mod version;
@@ -31,6 +32,10 @@ pub use no_inbox::NoInbox;
 pub use outbox::{
     Due, Enqueue, EnqueueStatement, FetchRequest, Lease, OutboxReader, OutboxStore, Page,
     PendingMessage, Settled, SettlementBatch, Standing, Verdict,
+};
+pub use redrive::{
+    Arrival, AuditEntry, LETTERS_MAX, Leaving, LetterEntry, LetterFilter, LetterOutcome, NewRun,
+    Note, RedriveStore, RunRow, RunState, RunStep, WholeLetter,
 };
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub use transaction::StoreTransaction;

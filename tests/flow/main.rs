@@ -20,6 +20,7 @@ mod handling;
 mod hanging;
 mod model;
 mod payment;
+mod redriving;
 mod relaying;
 mod remembering;
 mod sharing;

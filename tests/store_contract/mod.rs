@@ -9,6 +9,7 @@ mod history;
 mod inbox;
 mod outbox;
 mod parking;
+mod redrive;
 mod relays;
 mod versions;
 
@@ -19,6 +20,7 @@ pub use history::*;
 pub use inbox::*;
 pub use outbox::*;
 pub use parking::*;
+pub use redrive::*;
 pub use relays::*;
 pub use versions::*;
 
@@ -28,8 +30,8 @@ use std::time::Duration;
 use relaybox::Message;
 use relaybox::lane::LANES;
 use relaybox::store::{
-    AsideState, DeadLetterStore, Enqueue, FetchRequest, InboxStore, Lease, OutboxAdmin,
-    OutboxStore, Page, SetAside, SettlementBatch, Verdict, VersionStore,
+    AsideState, Enqueue, FetchRequest, InboxStore, Lease, OutboxAdmin, OutboxStore, Page,
+    RedriveStore, SetAside, SettlementBatch, Verdict, VersionStore,
 };
 use relaybox::story::Reason;
 
@@ -41,7 +43,7 @@ pub trait Harness: Sized {
         + VersionStore<Connection = Self::Connection>
         + OutboxStore
         + OutboxAdmin
-        + DeadLetterStore
+        + RedriveStore
         + Clone;
 
     fn start() -> impl Future<Output = Self>;
@@ -201,6 +203,14 @@ macro_rules! store_contract {
             clean_up_forgets_quiet_aggregates_of_the_consumer_in_bounded_steps,
             dead_letters_keep_bytes_and_story,
             two_messages_of_one_id_are_two_dead_letters,
+            each_letter_filter_finds_its_entries_and_lists_go_by_pages,
+            letters_are_read_whole_and_bounded_in_bytes,
+            an_entry_that_cannot_be_read_is_listed_and_stops_no_other,
+            a_letter_that_left_is_not_taken_in_again,
+            a_settlement_is_whole_fenced_and_harmless_to_repeat,
+            two_runs_at_once_each_take_an_entry_out_once,
+            an_entry_is_replaced_or_entered_together_with_its_audit,
+            clean_up_takes_old_audit_and_ended_runs_in_bounded_steps,
             depth_is_counted_by_destination_and_reason_with_the_oldest_age,
             depth_counts_and_returns_no_more_than_asked,
             each_filter_finds_its_rows_and_lists_go_by_pages,

@@ -298,9 +298,9 @@ fn kind_arguments(kind: QueueKind) -> FieldTable {
     table([(arguments::QUEUE_TYPE, text(kind.name()))])
 }
 
-/// The delay as the broker takes it.
+/// The delay as the broker takes it: one of zero is a way back, which is left as soon as can be.
 fn time_to_live(rung: &Rung) -> Result<i64> {
-    u32::try_from(rung.delay.as_millis())
+    u32::try_from(rung.delay.as_millis().max(1))
         .map(i64::from)
         .map_err(|_| {
             let limit = format!(

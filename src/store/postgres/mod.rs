@@ -20,6 +20,7 @@ mod lines;
 mod listener;
 mod outbox;
 mod reader;
+mod redrive;
 mod settle;
 mod shares;
 mod sql;

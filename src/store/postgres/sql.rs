@@ -3,6 +3,7 @@
 mod admin;
 mod history;
 mod page;
+mod redrive;
 
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ pub(super) use self::admin::{AdminSql, HORIZON};
 use self::history::keep;
 pub(super) use self::history::{HistorySql, PARTITIONS};
 use self::page::{BLOCKED, drain, page, plain_page};
+use self::redrive::{RedriveSql, put};
 use super::wake_up::{OPEN_MAX, channel};
 
 /// Columns of a message, in the order in which rows are read.
@@ -90,6 +92,7 @@ pub(super) struct Sql {
     pub remove: SqlStr,
     pub admin: AdminSql,
     pub history: HistorySql,
+    pub redrive: RedriveSql,
 }
 
 impl Sql {
@@ -386,17 +389,7 @@ impl Sql {
                         clock_timestamp() - interval '1 hour' - $1::bigint * interval '1 microsecond' \
                     ORDER BY updated_at LIMIT $2 FOR UPDATE SKIP LOCKED))"
             )),
-            // Durable whatever the session says: the message is acknowledged after it.
-            put: safe(format!(
-                "WITH durable AS MATERIALIZED ( \
-                    SELECT set_config('synchronous_commit', CASE s WHEN 'off' THEN 'on' ELSE s END, true) \
-                    FROM current_setting('synchronous_commit') s) \
-                 INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
-                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
-                 SELECT $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21 \
-                 FROM durable \
-                 ON CONFLICT DO NOTHING"
-            )),
+            put: safe(format!("{} ON CONFLICT DO NOTHING", put(t, ""))),
             list: safe(format!(
                 "SELECT position, consumer, {MESSAGE}, redrive_count, reason, retry_count, first_failed_at, \
                     last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at \
@@ -408,6 +401,7 @@ impl Sql {
             remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = $1")),
             admin: AdminSql::new(t),
             history: HistorySql::new(t),
+            redrive: RedriveSql::new(t),
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Dead letters in a table.
 
 use futures_util::future::{BoxFuture, FutureExt};
-use sqlx::Row;
-use sqlx::sqlite::SqliteRow;
+use sqlx::query::Query;
+use sqlx::sqlite::{SqliteArguments, SqliteRow};
+use sqlx::{Row, SqlStr, Sqlite};
 
 use super::{SqliteStore, error, instant, read_message, size};
 use crate::clock::unix_micros;
@@ -17,32 +18,7 @@ impl DeadLetterStore for SqliteStore {
     /// place; the types keep theirs beside the headers. `due_at` is not stored: a dead letter waits for nothing.
     fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>> {
         async move {
-            let Outgoing { message, story } = letter;
-            let text = |text: &'a Option<String>| text.as_deref().map(without_nul);
-            let origin = story.origin.as_ref();
-            sqlx::query(self.sql.put.clone())
-                // No consumer is stored as an empty one: NULLs would not be equal, and the entry stored twice.
-                .bind(text(&story.consumer).unwrap_or_default())
-                .bind(i64::from(story.redrive_count))
-                .bind(story.reason.as_ref().map(Reason::as_str))
-                .bind(i64::from(story.retry_count))
-                .bind(story.first_failed_at.map(unix_micros))
-                .bind(story.last_failed_at.map(unix_micros))
-                .bind(text(&story.last_error))
-                .bind(origin.map(|origin| without_nul(&origin.topic)))
-                .bind(origin.and_then(|origin| text(&origin.partition)))
-                .bind(origin.and_then(|origin| text(&origin.offset)))
-                .bind(without_nul(message.id.as_str()))
-                .bind(without_nul(&message.destination))
-                .bind(message.key.as_deref())
-                .bind(without_nul(&message.event_type))
-                .bind(text(&message.content_type))
-                .bind(header_codec::encode(message))
-                .bind(message.payload.as_deref())
-                .bind(message.version)
-                .bind(unix_micros(message.occurred_at))
-                .bind(size(message))
-                .bind(message.digest().to_vec())
+            bound(&self.sql.put, letter)
                 .execute(&self.pool)
                 .await
                 .map_err(self.pool_error("put dead letter"))?;
@@ -93,6 +69,36 @@ impl DeadLetterStore for SqliteStore {
         }
         .boxed()
     }
+}
+
+/// Binds a letter to an INSERT: the first 21 parameters.
+pub(super) fn bound<'q>(sql: &SqlStr, letter: &'q Outgoing) -> Query<'q, Sqlite, SqliteArguments> {
+    let Outgoing { message, story } = letter;
+    let text = |text: &'q Option<String>| text.as_deref().map(without_nul);
+    let origin = story.origin.as_ref();
+    sqlx::query(sql.clone())
+        // No consumer is stored as an empty one: NULLs would not be equal, and the entry stored twice.
+        .bind(text(&story.consumer).unwrap_or_default())
+        .bind(i64::from(story.redrive_count))
+        .bind(story.reason.as_ref().map(Reason::as_str))
+        .bind(i64::from(story.retry_count))
+        .bind(story.first_failed_at.map(unix_micros))
+        .bind(story.last_failed_at.map(unix_micros))
+        .bind(text(&story.last_error))
+        .bind(origin.map(|origin| without_nul(&origin.topic)))
+        .bind(origin.and_then(|origin| text(&origin.partition)))
+        .bind(origin.and_then(|origin| text(&origin.offset)))
+        .bind(without_nul(message.id.as_str()))
+        .bind(without_nul(&message.destination))
+        .bind(message.key.as_deref())
+        .bind(without_nul(&message.event_type))
+        .bind(text(&message.content_type))
+        .bind(header_codec::encode(message))
+        .bind(message.payload.as_deref())
+        .bind(message.version)
+        .bind(unix_micros(message.occurred_at))
+        .bind(size(message))
+        .bind(message.digest().to_vec())
 }
 
 fn read(row: &SqliteRow) -> Result<DeadLetter> {

@@ -12,6 +12,7 @@ mod history;
 mod inbox;
 mod outbox;
 mod reader;
+mod redrive;
 mod sql;
 mod versions;
 

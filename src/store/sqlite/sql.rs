@@ -1,10 +1,13 @@
 //! Every statement, built once from the validated prefix.
 
+mod redrive;
+
 use std::sync::Arc;
 
 use sqlx::migrate::{Migration, MigrationType, Migrator};
 use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
+use self::redrive::RedriveSql;
 use crate::store::Prefix;
 
 /// Columns of a message, in the order in which rows are read.
@@ -71,6 +74,7 @@ pub(super) struct Sql {
     pub count: SqlStr,
     pub remove: SqlStr,
     pub admin: AdminSql,
+    pub redrive: RedriveSql,
 }
 
 impl Sql {
@@ -307,12 +311,7 @@ impl Sql {
                     WHERE consumer = ?3 AND updated_at <= {NOW} - ?1 \
                     ORDER BY updated_at LIMIT ?2)"
             )),
-            put: safe(format!(
-                "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
-                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21) \
-                 ON CONFLICT DO NOTHING"
-            )),
+            put: safe(format!("{} ON CONFLICT DO NOTHING", put(t))),
             list: safe(format!(
                 "SELECT position, consumer, {MESSAGE}, redrive_count, reason, retry_count, first_failed_at, \
                     last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at \
@@ -323,6 +322,7 @@ impl Sql {
             )),
             remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = ?1")),
             admin: AdminSql::new(t),
+            redrive: RedriveSql::new(t),
         }
     }
 
@@ -337,6 +337,15 @@ impl Sql {
         }
         safe(text)
     }
+}
+
+/// The INSERT of a dead letter.
+fn put(t: &str) -> String {
+    format!(
+        "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
+            last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21)"
+    )
 }
 
 /// Safe because [`Prefix`] is: nothing else that a caller chose is in the text. Shared, so that a use costs no copy.

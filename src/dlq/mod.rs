@@ -1,9 +1,12 @@
 //! Dead letters: where messages end that cannot be handled, each with its reason.
 
+pub mod redrive;
+
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
-use crate::broker::{PublishOutcome, Publisher, RejectionScope};
+use crate::broker::{PublishOutcome, Publisher, RejectionScope, Rung};
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ladder::fill;
@@ -13,6 +16,7 @@ use crate::store::DeadLetterStore;
 #[derive(Clone)]
 pub struct DeadLetters {
     template: Option<String>,
+    way_back: String,
     table: Option<Arc<dyn DeadLetterStore>>,
 }
 
@@ -20,6 +24,7 @@ impl fmt::Debug for DeadLetters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeadLetters")
             .field("template", &self.template)
+            .field("way_back", &self.way_back)
             .field("table", &self.table.is_some())
             .finish()
     }
@@ -28,12 +33,15 @@ impl fmt::Debug for DeadLetters {
 impl DeadLetters {
     /// Name of the destination unless another template is set.
     pub const TEMPLATE_DEFAULT: &str = "{topic}.{consumer}.DLQ";
+    /// Name of the way back unless another template is set.
+    pub const WAY_BACK_DEFAULT: &str = "{topic}.{consumer}.redrive";
 
     /// A destination at the broker, per topic and consumer.
     #[must_use]
     pub fn topic() -> Self {
         Self {
             template: Some(Self::TEMPLATE_DEFAULT.to_owned()),
+            way_back: Self::WAY_BACK_DEFAULT.to_owned(),
             table: None,
         }
     }
@@ -42,6 +50,7 @@ impl DeadLetters {
     pub fn table(store: impl DeadLetterStore) -> Self {
         Self {
             template: None,
+            way_back: Self::WAY_BACK_DEFAULT.to_owned(),
             table: Some(Arc::new(store)),
         }
     }
@@ -58,6 +67,33 @@ impl DeadLetters {
     pub fn with_template(mut self, template: impl Into<String>) -> Self {
         self.template = Some(template.into());
         self
+    }
+
+    /// Names the way back otherwise: where a redrive sends to, and what only this consumer reads. It is
+    /// made and verified with the rungs. `{topic}` and `{consumer}` are filled in; without `{consumer}` several consumers
+    /// share it, as they may share a rung.
+    #[must_use]
+    pub fn with_way_back(mut self, template: impl Into<String>) -> Self {
+        self.way_back = template.into();
+        self
+    }
+
+    /// The way back to a consumer: a rung on which nothing waits.
+    #[must_use]
+    pub fn way_back(&self, topic: &str, consumer: &str) -> Rung {
+        Rung {
+            destination: fill(&self.way_back, topic, consumer),
+            delay: Duration::ZERO,
+            source: topic.to_owned(),
+        }
+    }
+
+    /// Whether letters at the broker may be those of several consumers.
+    pub(crate) fn is_shared(&self) -> bool {
+        let names = |template: &String| template.contains("{consumer}");
+        self.template
+            .as_ref()
+            .is_some_and(|template| !names(template))
     }
 
     /// The destination at the broker, if letters go there.

@@ -1,0 +1,65 @@
+//! How many messages may go now. Pure.
+
+use std::time::Duration;
+
+use time::OffsetDateTime;
+
+/// A rate, kept over bursts of a tenth of a second.
+#[derive(Debug)]
+pub(super) struct Pace {
+    rate_max: u32,
+    /// Nothing goes before this.
+    next: Option<OffsetDateTime>,
+}
+
+impl Pace {
+    pub(super) const fn new(rate_max: u32) -> Self {
+        Self {
+            rate_max,
+            next: None,
+        }
+    }
+
+    /// Most messages that go together.
+    pub(super) fn burst(&self) -> usize {
+        usize::try_from(self.rate_max.div_ceil(10)).unwrap_or(usize::MAX)
+    }
+
+    /// How long to wait before the next ones.
+    pub(super) fn wait(&self, now: OffsetDateTime) -> Duration {
+        let left = self.next.map(|next| next - now);
+        left.and_then(|left| Duration::try_from(left).ok())
+            .unwrap_or_default()
+    }
+
+    /// So many go at this instant. A wait that took longer than it had to is not made up for.
+    pub(super) fn gone(&mut self, count: usize, now: OffsetDateTime) {
+        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        let takes = Duration::from_secs(1).saturating_mul(count) / self.rate_max.max(1);
+        let from = self.next.map_or(now, |next| next.max(now));
+        self.next = Some(crate::clock::add(from, takes));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use time::macros::datetime;
+
+    #[test]
+    fn a_second_has_no_more_than_its_rate() {
+        let mut pace = Pace::new(50);
+        let start = datetime!(2026-01-05 10:00 UTC);
+        let (mut now, mut gone) = (start, 0);
+        while gone < 100 {
+            now += pace.wait(now);
+            pace.gone(pace.burst(), now);
+            gone += pace.burst();
+        }
+        // The last burst needs not be waited for.
+        assert_eq!(now - start, time::Duration::milliseconds(1_900));
+        assert_eq!(pace.wait(now), Duration::from_millis(100));
+        assert_eq!(pace.wait(now + Duration::from_secs(9)), Duration::ZERO);
+        assert_eq!(Pace::new(1).burst(), 1);
+    }
+}

@@ -1,0 +1,433 @@
+//! What an operator does with dead letters: each call one statement, and so one transaction.
+
+mod rows;
+
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, FutureExt};
+use sqlx::postgres::PgArguments;
+use sqlx::query::Query;
+use sqlx::{Postgres, Row, SqlStr};
+
+use self::rows::{audited, entry, run_row};
+use super::dead_letters::bound;
+use super::{PostgresStore, error, micros, read_message};
+use crate::envelope::Outgoing;
+use crate::error::{Result, cut};
+use crate::message::MessageId;
+use crate::store::header_codec::without_nul;
+use crate::store::{
+    Arrival, AuditEntry, LETTERS_MAX, Leaving, LetterEntry, LetterFilter, NewRun, Note,
+    RedriveStore, RunRow, RunState, RunStep, WholeLetter,
+};
+use crate::story::Reason;
+
+const OPERATION: &str = "change dead letters";
+
+impl RedriveStore for PostgresStore {
+    fn take_in<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<Arrival>> {
+        async move {
+            let row = bound(&self.sql.redrive.take_in, letter)
+                .fetch_one(&self.pool)
+                .await
+                .map_err(self.pool_error("take in"))?;
+            let read = || Ok((row.try_get(0)?, row.try_get(1)?));
+            let (stored, left): (i64, bool) =
+                read().map_err(|e| error::of_statement("take in", e))?;
+            Ok(match (stored, left) {
+                (1, _) => Arrival::Stored,
+                (_, true) => Arrival::Left,
+                (_, false) => Arrival::Known,
+            })
+        }
+        .boxed()
+    }
+
+    fn entries<'a>(
+        &'a self,
+        consumer: &'a str,
+        filter: &'a LetterFilter,
+        range: (i64, i64),
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<LetterEntry>>> {
+        async move {
+            let sql = self.sql.redrive.entries.clone();
+            let query = matching(sql, consumer, filter, range, count_max);
+            let rows = self
+                .relayed("list dead letters", |c| query.fetch_all(c).boxed())
+                .await?;
+            rows.iter().map(entry).collect()
+        }
+        .boxed()
+    }
+
+    fn letters<'a>(
+        &'a self,
+        consumer: &'a str,
+        filter: &'a LetterFilter,
+        range: (i64, i64),
+        count_max: usize,
+        bytes_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<WholeLetter>>> {
+        async move {
+            let sql = self.sql.redrive.letters.clone();
+            let query = matching(sql, consumer, filter, range, count_max)
+                .bind(i64::try_from(bytes_max).unwrap_or(i64::MAX));
+            let rows = self
+                .relayed("read dead letters", |c| query.fetch_all(c).boxed())
+                .await?;
+            let whole = |row| {
+                Ok(WholeLetter {
+                    entry: entry(row)?,
+                    message: read_message(row, 17),
+                })
+            };
+            rows.iter().map(whole).collect()
+        }
+        .boxed()
+    }
+
+    fn last_position(&self) -> BoxFuture<'_, Result<i64>> {
+        async move {
+            let query = sqlx::query_scalar(self.sql.redrive.last.clone());
+            self.relayed("last dead letter", |c| query.fetch_one(c).boxed())
+                .await
+        }
+        .boxed()
+    }
+
+    fn leave<'a>(
+        &'a self,
+        leaving: &'a [Leaving],
+        note: &'a Note<'a>,
+    ) -> BoxFuture<'a, Result<u64>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.leave.clone())
+                .bind(note.consumer.to_owned())
+                .bind(note.operator.to_owned())
+                .bind(note.verb.to_owned());
+            let query = listed(query, leaving);
+            let left = self
+                .relayed(OPERATION, |c| query.execute(c).boxed())
+                .await?;
+            Ok(left.rows_affected())
+        }
+        .boxed()
+    }
+
+    fn replace<'a>(
+        &'a self,
+        old: &'a Leaving,
+        new: &'a Outgoing,
+        note: &'a Note<'a>,
+    ) -> BoxFuture<'a, Result<Option<i64>>> {
+        async move {
+            let query = bound(&self.sql.redrive.replace, new).bind(old.position);
+            let row = noted(query, note, old)
+                .fetch_optional(&self.pool)
+                .await
+                .map_err(self.pool_error(OPERATION))?;
+            let position = row.map(|row| row.try_get(0)).transpose();
+            position.map_err(|e| error::of_statement(OPERATION, e))
+        }
+        .boxed()
+    }
+
+    fn enter<'a>(
+        &'a self,
+        new: &'a Outgoing,
+        told: &'a Leaving,
+        note: &'a Note<'a>,
+    ) -> BoxFuture<'a, Result<i64>> {
+        async move {
+            let row = noted(bound(&self.sql.redrive.enter, new), note, told)
+                .fetch_one(&self.pool)
+                .await
+                .map_err(self.pool_error(OPERATION))?;
+            row.try_get(0)
+                .map_err(|e| error::of_statement(OPERATION, e))
+        }
+        .boxed()
+    }
+
+    fn plan<'a>(&'a self, run: &'a NewRun<'a>) -> BoxFuture<'a, Result<RunRow>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.plan.clone())
+                .bind(run.consumer.to_owned())
+                .bind(run.operator.to_owned())
+                .bind(run.plan.to_owned())
+                .bind(run.end);
+            let row = self
+                .relayed("plan a redrive", |c| query.fetch_one(c).boxed())
+                .await?;
+            run_row(&row)
+        }
+        .boxed()
+    }
+
+    fn find_run<'a>(&'a self, consumer: &'a str, id: i64) -> BoxFuture<'a, Result<Option<RunRow>>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.find_run.clone())
+                .bind(consumer.to_owned())
+                .bind(id);
+            let row = self
+                .relayed("find a run", |c| query.fetch_optional(c).boxed())
+                .await?;
+            row.as_ref().map(run_row).transpose()
+        }
+        .boxed()
+    }
+
+    fn runs<'a>(
+        &'a self,
+        consumer: &'a str,
+        before: i64,
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<RunRow>>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.runs.clone())
+                .bind(consumer.to_owned())
+                .bind(before)
+                .bind(limit(count_max));
+            let rows = self
+                .relayed("list runs", |c| query.fetch_all(c).boxed())
+                .await?;
+            rows.iter().map(run_row).collect()
+        }
+        .boxed()
+    }
+
+    fn take_run<'a>(
+        &'a self,
+        consumer: &'a str,
+        id: i64,
+        from: &'a [RunState],
+    ) -> BoxFuture<'a, Result<Option<RunRow>>> {
+        async move {
+            let states: Vec<String> = from.iter().map(|state| state.as_str().to_owned()).collect();
+            let query = sqlx::query(self.sql.redrive.take_run.clone())
+                .bind(consumer.to_owned())
+                .bind(id)
+                .bind(states);
+            let row = self
+                .relayed("take a run", |c| query.fetch_optional(c).boxed())
+                .await?;
+            row.as_ref().map(run_row).transpose()
+        }
+        .boxed()
+    }
+
+    fn settle<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
+        async move {
+            let query = sqlx::query_scalar(self.sql.redrive.settle.clone())
+                .bind(run.id)
+                .bind(run.token)
+                .bind(step.cursor)
+                .bind(number(step.sent))
+                .bind(number(step.refused))
+                .bind(number(step.rejected))
+                .bind(step.proved);
+            let Columns {
+                positions,
+                ids,
+                redrives,
+                digests,
+                outcomes,
+                details,
+            } = Columns::of(&step.leaving);
+            let query = query
+                .bind(positions)
+                .bind(ids)
+                .bind(redrives)
+                .bind(digests)
+                .bind(outcomes)
+                .bind(details)
+                .bind(step.operator.clone());
+            let fenced: i64 = self
+                .relayed("settle a redrive", |c| query.fetch_one(c).boxed())
+                .await?;
+            Ok(fenced > 0)
+        }
+        .boxed()
+    }
+
+    fn end_run<'a>(
+        &'a self,
+        run: &'a RunRow,
+        state: RunState,
+        error: Option<&'a str>,
+    ) -> BoxFuture<'a, Result<bool>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.end_run.clone())
+                .bind(run.id)
+                .bind(run.token)
+                .bind(state.as_str())
+                .bind(error.map(|error| without_nul(error).into_owned()));
+            let ended = self
+                .relayed("end a run", |c| query.execute(c).boxed())
+                .await?;
+            Ok(ended.rows_affected() > 0)
+        }
+        .boxed()
+    }
+
+    fn cancel_run<'a>(
+        &'a self,
+        consumer: &'a str,
+        id: i64,
+        because: &'a str,
+    ) -> BoxFuture<'a, Result<bool>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.cancel_run.clone())
+                .bind(consumer.to_owned())
+                .bind(id)
+                .bind(without_nul(because).into_owned());
+            let cancelled = self
+                .relayed("cancel a run", |c| query.execute(c).boxed())
+                .await?;
+            Ok(cancelled.rows_affected() > 0)
+        }
+        .boxed()
+    }
+
+    fn audit<'a>(
+        &'a self,
+        consumer: &'a str,
+        after: i64,
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<AuditEntry>>> {
+        async move {
+            let query = sqlx::query(self.sql.redrive.audit.clone())
+                .bind(consumer.to_owned())
+                .bind(after)
+                .bind(limit(count_max));
+            let rows = self
+                .relayed("list the audit", |c| query.fetch_all(c).boxed())
+                .await?;
+            rows.iter().map(audited).collect()
+        }
+        .boxed()
+    }
+
+    fn clean_up_audit<'a>(
+        &'a self,
+        consumer: &'a str,
+        age: Duration,
+        rows_max: usize,
+    ) -> BoxFuture<'a, Result<u64>> {
+        async move {
+            let mut most = 0;
+            let redrive = &self.sql.redrive;
+            for sql in [&redrive.clean_up_audit, &redrive.clean_up_runs] {
+                let query = sqlx::query(sql.clone())
+                    .bind(consumer.to_owned())
+                    .bind(micros(age))
+                    .bind(i64::try_from(rows_max).unwrap_or(i64::MAX));
+                let deleted = self
+                    .relayed("clean up the audit", |c| query.execute(c).boxed())
+                    .await?;
+                most = most.max(deleted.rows_affected());
+            }
+            Ok(most)
+        }
+        .boxed()
+    }
+}
+
+/// Rows of the audit as arrays.
+#[derive(Default)]
+struct Columns {
+    positions: Vec<i64>,
+    ids: Vec<String>,
+    redrives: Vec<i64>,
+    digests: Vec<Vec<u8>>,
+    outcomes: Vec<String>,
+    details: Vec<String>,
+}
+
+impl Columns {
+    fn of(leaving: &[Leaving]) -> Self {
+        let mut columns = Self::default();
+        for told in leaving {
+            columns.positions.push(told.position);
+            columns
+                .ids
+                .push(without_nul(told.message_id.as_str()).into_owned());
+            columns.redrives.push(i64::from(told.redrive_count));
+            columns.digests.push(told.digest.clone());
+            columns.outcomes.push(told.outcome.as_str().to_owned());
+            columns.details.push(detail(told));
+        }
+        columns
+    }
+}
+
+fn detail(told: &Leaving) -> String {
+    without_nul(cut(&told.detail, 1_024)).into_owned()
+}
+
+/// Binds six arrays.
+fn listed(
+    query: Query<'static, Postgres, PgArguments>,
+    leaving: &[Leaving],
+) -> Query<'static, Postgres, PgArguments> {
+    let columns = Columns::of(leaving);
+    query
+        .bind(columns.positions)
+        .bind(columns.ids)
+        .bind(columns.redrives)
+        .bind(columns.digests)
+        .bind(columns.outcomes)
+        .bind(columns.details)
+}
+
+/// Binds one row of the audit: eight parameters.
+fn noted<'q>(
+    query: Query<'q, Postgres, PgArguments>,
+    note: &Note<'q>,
+    told: &'q Leaving,
+) -> Query<'q, Postgres, PgArguments> {
+    query
+        .bind(note.consumer)
+        .bind(note.operator)
+        .bind(note.verb)
+        .bind(without_nul(told.message_id.as_str()))
+        .bind(i64::from(told.redrive_count))
+        .bind(&told.digest)
+        .bind(told.outcome.as_str())
+        .bind(detail(told))
+}
+
+/// Binds the filter, the range of positions and the number of rows, owned: `$1` to `$13`.
+fn matching(
+    sql: SqlStr,
+    consumer: &str,
+    filter: &LetterFilter,
+    range: (i64, i64),
+    count_max: usize,
+) -> Query<'static, Postgres, PgArguments> {
+    let (after, last) = filter.range(range);
+    let text = |text: &str| text.to_owned();
+    sqlx::query(sql)
+        .bind(consumer.to_owned())
+        .bind(filter.reason.as_ref().map(Reason::as_str).map(text))
+        .bind(filter.event_type.clone())
+        .bind(filter.key.as_ref().map(|key| key.to_vec()))
+        .bind(filter.message_id.as_ref().map(MessageId::as_str).map(text))
+        .bind(filter.stored_from)
+        .bind(filter.stored_until)
+        .bind(i64::from(filter.redrives_min))
+        .bind(i64::from(filter.redrives_max))
+        .bind(filter.error.clone())
+        .bind(after)
+        .bind(last)
+        .bind(limit(count_max))
+}
+
+fn limit(count_max: usize) -> i64 {
+    i64::try_from(count_max.min(LETTERS_MAX)).unwrap_or(i64::MAX)
+}
+
+fn number(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
