@@ -25,10 +25,15 @@ use crate::story::{Origin, Reason, Story};
 pub struct Ladder {
     delays: Vec<Duration>,
     template: String,
+    attempts_max: Option<u32>,
+    age_max: Option<Duration>,
 }
 
 /// Most rungs a ladder has.
 const RUNGS_MAX: usize = 32;
+
+/// Most attempts a ladder allows.
+const ATTEMPTS_MAX: u32 = 1_000;
 
 /// What to do with a failed message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +64,8 @@ impl Ladder {
         Self {
             delays: delays.into_iter().collect(),
             template: Self::TEMPLATE_DEFAULT.to_owned(),
+            attempts_max: None,
+            age_max: None,
         }
     }
 
@@ -74,6 +81,23 @@ impl Ladder {
     #[must_use]
     pub fn with_template(mut self, template: impl Into<String>) -> Self {
         self.template = template.into();
+        self
+    }
+
+    /// How many attempts there are in all, the first included (default one more than rungs; 1 to 1,000). With fewer the last rungs are
+    /// not climbed, with more the last one is climbed again. Whatever the failures ask for, the attempt after that is not made: the
+    /// message is a dead letter, [`retries-exhausted`](Reason::RETRIES_EXHAUSTED).
+    #[must_use]
+    pub const fn with_attempts_max(mut self, attempts: u32) -> Self {
+        self.attempts_max = Some(attempts);
+        self
+    }
+
+    /// How long after its first failure a message may still be due for another attempt (default: as long as there are attempts). One
+    /// that would be due later is a dead letter at once, [`too-old`](Reason::TOO_OLD). By the consumer's clock.
+    #[must_use]
+    pub const fn with_age_max(mut self, age: Duration) -> Self {
+        self.age_max = Some(age);
         self
     }
 
@@ -93,9 +117,32 @@ impl Ladder {
     /// How long a message that fails every time spends on rungs.
     #[must_use]
     pub fn duration(&self) -> Duration {
-        self.delays
-            .iter()
-            .fold(Duration::ZERO, |sum, delay| sum.saturating_add(*delay))
+        let failures = self.attempts().saturating_sub(1);
+        let climbed = (1..=failures).filter_map(|failures| self.climb(failures));
+        let climbed = climbed.fold(Duration::ZERO, Duration::saturating_add);
+        // No rung is climbed that would be left later.
+        self.age_max.map_or(climbed, |age| climbed.min(age))
+    }
+
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.delays.is_empty()
+    }
+
+    /// Attempts in all.
+    fn attempts(&self) -> usize {
+        let rungs = self.delays.len();
+        match self.attempts_max.map(usize::try_from) {
+            // There is nowhere to wait for another one.
+            _ if rungs == 0 => 1,
+            Some(most) => most.unwrap_or(usize::MAX),
+            None => rungs + 1,
+        }
+    }
+
+    /// The delay after so many failures.
+    fn climb(&self, failures: usize) -> Option<Duration> {
+        let rung = self.delays.get(failures.saturating_sub(1));
+        rung.or(self.delays.last()).copied()
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
@@ -121,6 +168,22 @@ impl Ladder {
                     format!("{delay:?}"),
                 ));
             }
+        }
+        if let Some(attempts) = self.attempts_max
+            && !(1..=ATTEMPTS_MAX).contains(&attempts)
+        {
+            let limit = format!("1 to {ATTEMPTS_MAX}");
+            let field = "ladder attempts_max";
+            return Err(Error::configuration(field, limit, attempts.to_string()));
+        }
+        if self.delays.is_empty() && self.attempts_max.is_some_and(|attempts| attempts > 1) {
+            let (field, limit) = ("ladder attempts_max", "1 on a ladder without rungs");
+            let value = self.attempts_max.unwrap_or_default();
+            return Err(Error::configuration(field, limit, value.to_string()));
+        }
+        if self.age_max == Some(Duration::ZERO) {
+            let (field, limit) = ("ladder age_max", "more than zero");
+            return Err(Error::configuration(field, limit, "0s"));
         }
         if !self.delays.is_empty() && !self.template.contains("{delay}") {
             return Err(Error::configuration(
@@ -149,22 +212,32 @@ impl Ladder {
                 return Step::Bury { story };
             }
             // The number of attempts is the same whatever delays were asked for.
-            _ if failures > self.delays.len() => None,
-            Ask::Next => self.delays.get(failures.saturating_sub(1)),
+            _ if failures >= self.attempts() => None,
+            Ask::Next => self.climb(failures),
             Ask::After(least) => {
                 let enough = self.delays.iter().filter(|delay| **delay >= least).min();
-                enough.or(self.delays.iter().max())
+                enough.or(self.delays.iter().max()).copied()
             }
         };
-        match delay {
-            Some(&delay) => Step::Climb {
-                destination: self.destination(topic, consumer, delay),
-                story: story.due(clock::add(now, delay)),
-            },
-            None => Step::Bury {
-                story: story.dead(Reason::new(Reason::RETRIES_EXHAUSTED)),
-            },
+        let Some(delay) = delay else {
+            let story = story.dead(Reason::new(Reason::RETRIES_EXHAUSTED));
+            return Step::Bury { story };
+        };
+        let due = clock::add(now, delay);
+        if self.is_too_old(&story, due) {
+            let story = story.dead(Reason::new(Reason::TOO_OLD));
+            return Step::Bury { story };
         }
+        Step::Climb {
+            destination: self.destination(topic, consumer, delay),
+            story: story.due(due),
+        }
+    }
+
+    fn is_too_old(&self, story: &Story, due: OffsetDateTime) -> bool {
+        let last =
+            (self.age_max.zip(story.first_failed_at)).map(|(age, first)| clock::add(first, age));
+        last.is_some_and(|last| due > last)
     }
 
     fn destination(&self, topic: &str, consumer: &str, delay: Duration) -> String {
@@ -270,6 +343,61 @@ mod tests {
     }
 
     #[test]
+    fn attempts_are_limited_and_the_last_rung_is_climbed_again_where_there_are_more() {
+        let reason =
+            |ladder: &Ladder, times, ask| match ladder.step("t", "c", failed(times), ask, NOW) {
+                Step::Climb { destination, .. } => destination,
+                Step::Bury { story } => story
+                    .reason
+                    .map(|r| r.as_str().to_owned())
+                    .unwrap_or_default(),
+            };
+        let after = || Ask::After(Duration::from_secs(1));
+        let fewer = ladder().with_attempts_max(2);
+        assert_eq!(reason(&fewer, 1, Ask::Next), "t.c.retry.5s");
+        assert_eq!(reason(&fewer, 2, Ask::Next), "retries-exhausted");
+        assert_eq!(reason(&fewer, 2, after()), "retries-exhausted");
+        assert_eq!(fewer.duration(), Duration::from_secs(5));
+        let more = ladder().with_attempts_max(6);
+        assert_eq!(reason(&more, 5, Ask::Next), "t.c.retry.10m");
+        assert_eq!(reason(&more, 6, Ask::Next), "retries-exhausted");
+        assert_eq!(reason(&more, 6, after()), "retries-exhausted");
+        assert_eq!(more.duration(), Duration::from_secs(5 + 60 + 3 * 600));
+        let one = Ladder::none().with_attempts_max(1);
+        assert_eq!(reason(&one, 1, Ask::Next), "retries-exhausted");
+    }
+
+    #[test]
+    fn no_attempt_is_due_later_than_the_age_allows_whatever_was_asked() {
+        let aged = |age: u64, failed_ago: u64, ask| {
+            let mut story = failed(2);
+            story.first_failed_at = Some(NOW - Duration::from_secs(failed_ago));
+            let ladder = ladder().with_age_max(Duration::from_secs(age));
+            match ladder.step("t", "c", story, ask, NOW) {
+                Step::Climb { .. } => String::new(),
+                Step::Bury { story } => story
+                    .reason
+                    .map(|r| r.as_str().to_owned())
+                    .unwrap_or_default(),
+            }
+        };
+        assert_eq!(aged(100, 40, Ask::Next), "", "due in its last second");
+        assert_eq!(aged(100, 41, Ask::Next), "too-old");
+        let hour = Ask::After(Duration::from_secs(3_600));
+        assert_eq!(aged(100, 0, hour), "too-old");
+        assert_eq!(aged(100, 1_000, Ask::Never(None)), "permanent");
+        let short = ladder().with_age_max(Duration::from_secs(7));
+        assert_eq!(short.duration(), Duration::from_secs(7));
+        // A story that had no room for its beginning has no age: its attempts are counted all the same.
+        let mut shrunk = failed(1);
+        shrunk.first_failed_at = None;
+        assert!(matches!(
+            short.step("t", "c", shrunk, Ask::Next, NOW),
+            Step::Climb { .. }
+        ));
+    }
+
+    #[test]
     fn the_story_says_when_it_is_due_or_why_it_is_dead() {
         let Step::Climb { story, .. } = ladder().step("t", "c", failed(2), Ask::Next, NOW) else {
             unreachable!()
@@ -319,6 +447,10 @@ mod tests {
             Ladder::rungs([Duration::MAX]),
             Ladder::rungs((1..40).map(Duration::from_secs)),
             ladder().with_template("{topic}.retry"),
+            ladder().with_attempts_max(0),
+            ladder().with_attempts_max(1_001),
+            Ladder::none().with_attempts_max(2),
+            ladder().with_age_max(Duration::ZERO),
         ];
         for ladder in bad {
             assert!(ladder.validate().is_err(), "{ladder:?}");

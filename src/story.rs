@@ -37,6 +37,8 @@ pub struct Reason(String);
 impl Reason {
     /// Every rung was climbed.
     pub const RETRIES_EXHAUSTED: &str = "retries-exhausted";
+    /// Its next attempt would be later than the ladder allows.
+    pub const TOO_OLD: &str = "too-old";
     /// The handler said that trying again is pointless.
     pub const PERMANENT: &str = "permanent";
     /// There is no usable id and the rule is to refuse.

@@ -66,6 +66,8 @@ pub(super) struct Job {
     /// Where it first came from, if its story does not say.
     pub(super) origin: Origin,
     pub(super) lot: Lot,
+    /// How often it failed in this process and was to be handled again here.
+    pub(super) tries: u32,
     pub(super) receipt: Box<dyn Receipt>,
 }
 
@@ -147,6 +149,7 @@ impl Job {
             topic,
             origin,
             lot,
+            tries: 0,
             receipt,
         }
     }

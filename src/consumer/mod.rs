@@ -2,6 +2,7 @@
 
 mod config;
 mod copies;
+mod follow;
 mod form;
 mod guard;
 mod handler;
@@ -10,6 +11,7 @@ mod job;
 mod outcome;
 mod process;
 mod router;
+mod routes;
 #[cfg(feature = "metrics")]
 mod sample;
 mod schedule;
@@ -47,6 +49,7 @@ pub use job::{BusinessKey, InboxKey};
 pub use outcome::{Failure, Outcome};
 pub use process::ConsumerCounts;
 pub use router::{Router, UnknownHandler, UnknownType};
+pub use routes::{Route, Routed, Routes};
 pub use typed::{TypedBatchFunction, TypedFn, TypedFunction, TypedOutsideFunction, typed_fn};
 pub use version_guard::{Unversioned, VersionGuard};
 
@@ -76,6 +79,7 @@ pub struct Consumer<S> {
     publisher: Arc<dyn Publisher>,
     store: S,
     ladder: Ladder,
+    routes: Routes,
     dead_letters: DeadLetters,
     config: ConsumerConfig,
     clock: Arc<dyn Clock>,
@@ -97,6 +101,7 @@ impl<S: InboxStore> Consumer<S> {
             publisher: broker,
             store,
             ladder: Ladder::none(),
+            routes: Routes::new(),
             dead_letters: DeadLetters::topic(),
             config: ConsumerConfig::default(),
             clock: Arc::new(SystemClock),
@@ -123,6 +128,14 @@ impl<S: InboxStore> Consumer<S> {
     #[must_use]
     pub fn with_ladder(mut self, ladder: Ladder) -> Self {
         self.ladder = ladder;
+        self
+    }
+
+    /// Sets what becomes of failures by their class (default: each goes to the next rung). Handlers may have routes of their own,
+    /// which come first: [`Routed`].
+    #[must_use]
+    pub fn with_routes(mut self, routes: Routes) -> Self {
+        self.routes = routes;
         self
     }
 
@@ -254,6 +267,7 @@ impl<S: InboxStore> Consumer<S> {
     ) -> Result<()> {
         config::validate_name(&self.name)?;
         self.ladder.validate()?;
+        self.routes.validate_with(&self.ladder)?;
         self.config
             .validate(self.ladder.duration(), handler.batch_max())?;
         self.config.can_identify(&self.subscriber.capabilities())?;
@@ -319,6 +333,7 @@ impl<S: InboxStore> Consumer<S> {
                 handler_timeout: config.handler_timeout,
             },
             form,
+            routes: self.routes,
             copies: Copies {
                 consumer: self.name,
                 ladder: self.ladder,

@@ -1,11 +1,14 @@
 //! What a handler says: outcomes are words, and a failure is what an operator will read.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
 use crate::story::Reason;
+
+use super::routes::Route;
 
 /// How a handler ended. Only `Done` and `Skip` commit.
 #[derive(Debug)]
@@ -45,34 +48,31 @@ impl<E: Into<Failure>> From<Result<Outcome, E>> for Outcome {
 /// An error type that wraps the database driver's error should return it as its `source`: a deadlock that is found
 /// there is run again without counting as an attempt.
 pub struct Failure {
-    class: &'static str,
+    class: Cow<'static, str>,
     text: String,
     reason: Option<Reason>,
+    route: Option<Route>,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
 impl Failure {
     /// Class of a failure that ended the process.
     pub(crate) const CRASH: &str = "crash";
+    /// Classes that only the consumer gives.
+    const OWN: [&str; 3] = ["panic", "timeout", Self::CRASH];
 
     /// A failure described in words. Keep personal data out of it: it travels in `x-last-error`.
     pub fn new(text: impl Into<String>) -> Self {
-        Self {
-            class: "handler",
-            text: text.into(),
-            reason: None,
-            source: None,
-        }
+        Self::plain("handler", text.into())
     }
 
     /// A failure of a boxed error, for error types that are no `std::error::Error` themselves.
     pub fn of(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let source = error.into();
+        let text = with_sources(&*source);
         Self {
-            class: "handler",
-            text: with_sources(&*source),
-            reason: None,
             source: Some(source),
+            ..Self::new(text)
         }
     }
 
@@ -96,36 +96,57 @@ impl Failure {
             .map(|text| (*text).to_owned())
             .or_else(|| payload.downcast_ref::<String>().cloned())
             .unwrap_or_else(|| "a panic without a text".to_owned());
-        Self {
-            class: "panic",
-            text,
-            reason: None,
-            source: None,
-        }
+        Self::plain("panic", text)
     }
 
     pub(crate) fn timeout(limit: Duration) -> Self {
-        Self {
-            class: "timeout",
-            text: format!("the handler did not end within {limit:?}"),
-            reason: None,
-            source: None,
-        }
+        let text = format!("the handler did not end within {limit:?}");
+        Self::plain("timeout", text)
     }
 
     pub(crate) fn crash() -> Self {
+        let text = "the process ended while it handled this message alone";
+        Self::plain(Self::CRASH, text.to_owned())
+    }
+
+    fn plain(class: &'static str, text: String) -> Self {
         Self {
-            class: Self::CRASH,
-            text: "the process ended while it handled this message alone".to_owned(),
+            class: Cow::Borrowed(class),
+            text,
             reason: None,
+            route: None,
             source: None,
         }
     }
 
-    /// `handler`, `panic`, `timeout` or `crash`.
+    /// Names its class, by which [`Routes`](super::Routes) decide and operators sort (default `handler`): 1 to 64 of the characters
+    /// `a-z`, `0-9` and `-`; others are replaced by `-`. `panic`, `timeout` and `crash` are the consumer's own words: they become
+    /// `handler-panic` and so on.
     #[must_use]
-    pub fn class(&self) -> &'static str {
-        self.class
+    pub fn with_class(mut self, class: &str) -> Self {
+        let class = Reason::new(class);
+        self.class = if Self::OWN.contains(&class.as_str()) {
+            Cow::Owned(format!("handler-{}", class.as_str()))
+        } else {
+            Cow::Owned(class.as_str().to_owned())
+        };
+        self
+    }
+
+    /// Sends it a way, unless it has one.
+    pub(super) fn on(mut self, route: Option<Route>) -> Self {
+        self.route = self.route.or(route);
+        self
+    }
+
+    pub(super) const fn route(&self) -> Option<&Route> {
+        self.route.as_ref()
+    }
+
+    /// What [`with_class`](Self::with_class) said, or `handler`, `panic`, `timeout` or `crash`.
+    #[must_use]
+    pub fn class(&self) -> &str {
+        &self.class
     }
 
     /// Why the message is a dead letter, where it is one at once.

@@ -25,6 +25,7 @@ use super::form::Form;
 use super::health::Condition;
 use super::job::{Homes, Job, Lot};
 use super::outcome::Failure;
+use super::routes::Routes;
 use super::suspects::{Memory, Standing};
 use super::tell::{Became, tell_attempt, tell_crash, tell_end, tell_lateness};
 
@@ -47,6 +48,8 @@ pub struct ConsumerCounts {
     pub retried: AtomicU64,
     /// Made a dead letter.
     pub dead: AtomicU64,
+    /// Failed, and recorded without their effect because their [route](super::Route) says so.
+    pub skipped: AtomicU64,
     /// Found to have ended the process that handled them. They are among the retried or dead.
     pub crashed: AtomicU64,
 }
@@ -56,6 +59,7 @@ pub(super) struct Processor<S, F> {
     pub(super) inbox: Inbox<S>,
     pub(super) form: F,
     pub(super) homes: Homes,
+    pub(super) routes: Routes,
     pub(super) copies: Copies,
     pub(super) config: ConsumerConfig,
     pub(super) clock: Arc<dyn Clock>,
@@ -81,7 +85,7 @@ pub(super) struct Leave {
 
 impl Leave {
     /// At once, and not with the end of the task: that may wait for the broker to take a copy.
-    fn ended(&self, failed: bool) {
+    pub(super) fn ended(&self, failed: bool) {
         let probe = self.probe;
         let _ = self.verdicts.send(Verdict { probe, failed });
     }
@@ -155,7 +159,7 @@ where
 
     async fn one(&self, mut job: Job, leave: &mut Leave) -> Vec<Job> {
         match job.lot {
-            Lot::Work => self.attempts(job, leave).await,
+            Lot::Work => return self.attempts(job, leave).await,
             Lot::Foreign => {
                 debug!(
                     consumer = self.inbox.consumer,
@@ -185,9 +189,10 @@ where
                     self.memory.keep_the_note();
                     self.counts.crashed.fetch_add(1, Ordering::Relaxed);
                     tell_crash(&self.inbox.consumer);
-                    self.fail(job, &Failure::crash(), Ask::Next, leave).await;
+                    let crash = Failure::crash();
+                    return self.follow(job, crash, Ask::Next, leave).await;
                 }
-                Some(false) => self.attempts(job, leave).await,
+                Some(false) => return self.attempts(job, leave).await,
                 None => {
                     self.end(&job, leave).await;
                 }
@@ -196,18 +201,24 @@ where
         Vec::new()
     }
 
-    async fn attempts(&self, job: Job, leave: &mut Leave) {
+    /// Returns the message if it is to be handled again.
+    async fn attempts(&self, job: Job, leave: &mut Leave) -> Vec<Job> {
         let mut pauses = Pauses::new(&self.config);
         while job.receipt.is_current() {
             let attempt = self.attempt(&[&job.message]).await;
             let (failure, ask) = match attempt {
-                Attempt::Settled(ended) => return self.succeed(job, ended.first(), leave).await,
+                Attempt::Settled(ended) => {
+                    self.succeed(job, ended.first(), leave).await;
+                    return Vec::new();
+                }
                 Attempt::Unrecorded(ended, error) => {
-                    return self.record_late(job, ended, error, leave).await;
+                    self.record_late(job, ended, error, leave).await;
+                    return Vec::new();
                 }
                 Attempt::Busy => {
                     self.end(&job, leave).await;
-                    return self.put_off(job).await;
+                    self.put_off(job).await;
+                    return Vec::new();
                 }
                 Attempt::Failed { failure, ask } => (failure, ask),
                 Attempt::Unavailable(error) => {
@@ -223,10 +234,11 @@ where
                     None => (failure, Ask::Next),
                 },
             };
-            return self.fail(job, &failure, ask, leave).await;
+            return self.follow(job, failure, ask, leave).await;
         }
         // It went to another member, or the consumer stops while the database is away: no process ended over it.
         self.end(&job, leave).await;
+        Vec::new()
     }
 
     async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) {
@@ -257,7 +269,7 @@ where
 
     /// Puts the copy where the ladder says, and only after its confirm acknowledges the original. While the copy is not
     /// confirmed nothing is acknowledged, and the message's key waits.
-    async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) {
+    pub(super) async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) {
         leave.ended(true);
         let step = self.copies.step(&job, failure, ask);
         // The start of an attempt that was a crash stays. If the acknowledgement is lost, in the next crash of another message
@@ -315,12 +327,13 @@ where
         attempt
     }
 
-    async fn acknowledge(&self, job: Job, became: Became) {
+    pub(super) async fn acknowledge(&self, job: Job, became: Became) {
         let count = match became {
             Became::Handled => &self.counts.handled,
             Became::Duplicate => &self.counts.duplicates,
             Became::Retried => &self.counts.retried,
             Became::Dead(_) => &self.counts.dead,
+            Became::Skipped(_) => &self.counts.skipped,
         };
         count.fetch_add(1, Ordering::Relaxed);
         let message = &job.message.incoming.message;

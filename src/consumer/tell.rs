@@ -19,6 +19,8 @@ pub(super) enum Became {
     Duplicate,
     Retried,
     Dead(Option<Reason>),
+    /// Failed with this class, and recorded without its effect.
+    Skipped(String),
 }
 
 impl Became {
@@ -35,6 +37,7 @@ impl Became {
             Self::Duplicate => "duplicate",
             Self::Retried => "retried",
             Self::Dead(_) => "dead",
+            Self::Skipped(_) => "skipped",
         }
     }
 }
@@ -77,7 +80,8 @@ const fn word_of(ended: Ended) -> &'static str {
 
 fn word_of_failure(failure: &Failure, ask: &Ask) -> &'static str {
     match (failure.class(), ask) {
-        (class @ ("panic" | "timeout"), _) => class,
+        ("panic", _) => "panic",
+        ("timeout", _) => "timeout",
         (_, Ask::Never(_)) => "permanent",
         (_, Ask::Next | Ask::After(_)) => "retry",
     }
@@ -97,7 +101,10 @@ pub(super) fn tell_end(
     now: impl FnOnce() -> OffsetDateTime,
 ) {
     let consumer = Value::Name(consumer);
-    let failed = matches!(became, Became::Retried | Became::Dead(_));
+    let failed = matches!(
+        became,
+        Became::Retried | Became::Dead(_) | Became::Skipped(_)
+    );
     event::handled(&Span::current(), became.word(), failed);
     let labels = [consumer, Value::Word(became.word())];
     event::count(&event::CONSUMER_MESSAGES, &labels, 1);
@@ -111,6 +118,10 @@ pub(super) fn tell_end(
             let reason = reason.as_ref().map_or("unknown", Reason::as_str);
             let labels = [consumer, Value::Reason(reason)];
             event::count(&event::CONSUMER_DEAD, &labels, 1);
+        }
+        Became::Skipped(class) => {
+            let labels = [consumer, Value::Reason(class)];
+            event::count(&event::CONSUMER_SKIPPED, &labels, 1);
         }
         Became::Handled | Became::Duplicate | Became::Retried => {}
     }

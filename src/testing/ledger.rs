@@ -17,7 +17,7 @@ use crate::story::Reason;
 pub enum Step {
     /// The handler did it, and it is committed.
     Done,
-    /// The handler had nothing to do, and that is committed.
+    /// The handler had nothing to do, or failed and its route skips that; and that is committed.
     Skipped,
     /// It was done before: acknowledged without the handler.
     Duplicate,
@@ -270,6 +270,10 @@ impl Ledger {
             match in_hand.word {
                 Some(Word::Done) => Step::Done,
                 Some(Word::Skip) => Step::Skipped,
+                // Dead letters that go to the broker would have been seen: a route skipped it.
+                Some(Word::Failed(_) | Word::Called) if self.letters_go_to_the_broker() => {
+                    Step::Skipped
+                }
                 // Without a copy at the broker they are in a table.
                 Some(Word::Permanent(error)) => dead(Reason::PERMANENT, error),
                 Some(Word::Failed(error)) => dead(Reason::RETRIES_EXHAUSTED, error),
@@ -279,6 +283,11 @@ impl Ledger {
             }
         });
         self.step(&place.id, step);
+    }
+
+    fn letters_go_to_the_broker(&self) -> bool {
+        let mut request = self.request.iter();
+        request.any(|request| !request.dead_letters.is_empty())
     }
 
     /// Given back, or lost with its consumer.

@@ -23,6 +23,7 @@ mod payment;
 mod redriving;
 mod relaying;
 mod remembering;
+mod routes;
 mod sharing;
 mod strangers;
 mod support;
