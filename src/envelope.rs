@@ -86,6 +86,8 @@ fn story_headers(story: &Story, put: &mut impl FnMut(&'static str, Option<String
         headers::DEAD_LETTER_REASON,
         story.reason.as_ref().map(|r| r.as_str().to_owned()),
     );
+    put(headers::DEAD_LETTER_OWNER, story.owner.clone());
+    put(headers::DEAD_LETTER_NOTE, story.note.clone());
     put(headers::REDRIVE_COUNT, count(story.redrive_count));
 }
 
@@ -267,6 +269,8 @@ impl Fields {
             headers::LAST_ERROR => story.last_error = text(),
             headers::DUE_AT => story.due_at = instant(),
             headers::DEAD_LETTER_REASON => story.reason = value.map(Reason::new),
+            headers::DEAD_LETTER_OWNER => story.owner = text(),
+            headers::DEAD_LETTER_NOTE => story.note = text(),
             headers::REDRIVE_COUNT => story.redrive_count = count(),
             _ => return false,
         }
@@ -290,6 +294,7 @@ pub(crate) fn is_usable_id(id: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
     use time::macros::datetime;
 
     fn coordinates() -> Origin {
@@ -340,9 +345,12 @@ mod tests {
         assert_eq!(back.story, sent.story);
         assert!(!back.id_missing);
 
+        let mut story = sent.story.dead(Reason::new(Reason::PERMANENT));
+        story.owner = Some("team-billing".into());
+        story.note = Some("see the runbook".into());
         let dead = Outgoing {
             message: full(),
-            story: sent.story.dead(Reason::new(Reason::PERMANENT)),
+            story,
         };
         assert_eq!(receive(&dead).story, dead.story);
     }
@@ -368,12 +376,34 @@ mod tests {
             .dead(Reason::new(&long));
         story.retry_count = u32::MAX;
         story.redrive_count = u32::MAX;
+        story.owner = Some("x".repeat(crate::story::OWNER_BYTES_MAX));
+        story.note = Some("x".repeat(crate::story::NOTE_BYTES_MAX));
         let bare = Outgoing::from(Message::new("t", "T"));
         let told = Outgoing {
             message: bare.message.clone(),
             story,
         };
         assert!(told.to_headers().bytes() - bare.to_headers().bytes() < 4_096);
+    }
+
+    proptest! {
+        #[test]
+        fn a_story_stays_below_four_kilobytes_whatever_the_error_says(
+            texts in proptest::array::uniform5("\\PC{0,3000}"), steps in 1u32..40, owner in "\\PC{0,60}",
+        ) {
+            let [topic, consumer, class, text, reason] = texts;
+            let origin = Origin { topic: topic.clone(), partition: Some(consumer.clone()), offset: Some(topic) };
+            let at = datetime!(2026-01-05 10:00:00.000001 UTC);
+            let failed = |story: Story, _| story.failed(&consumer, &origin, &class, &text, at).due(at);
+            let mut story = (0..steps).fold(Story::default(), failed);
+            story = Story { owner: Some(owner.clone()), note: Some(owner.repeat(2)), ..story };
+            let bare = Outgoing::from(Message::new("t", "T"));
+            for story in [story.clone(), story.dead(Reason::new(&reason))] {
+                let message = bare.message.clone();
+                let told = Outgoing { message, story }.to_headers().bytes();
+                prop_assert!(told - bare.to_headers().bytes() < 4_096);
+            }
+        }
     }
 
     #[test]

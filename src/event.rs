@@ -77,6 +77,8 @@ macro_rules! metrics {
 metrics! {
     CONSUMER_ATTEMPTS = Counter "relaybox_consumer_attempts_total" ["consumer", "outcome"] "attempts"
         "Attempts at messages by how they ended: `done`, `skip`, `retry`, `permanent`, `panic`, `timeout`, `crash` (of the process), `batch` (failed together: each is tried again alone); or what kept the handler from them: `duplicate`, `busy`, `rerun`, `unavailable`";
+    CONSUMER_COPIES_REFUSED = Counter "relaybox_consumer_copies_refused_total" ["consumer", "destination"] "attempts"
+        "Times that a rung or a place of dead letters did not take a copy, or its confirmation did not come: the message stays and is tried again";
     CONSUMER_DEAD = Counter "relaybox_consumer_dead_letters_total" ["consumer", "reason"] "messages"
         "Messages made a dead letter, by the code of the reason";
     CONSUMER_END_TO_END = Histogram "relaybox_consumer_end_to_end_seconds" ["consumer"] "seconds"

@@ -40,6 +40,10 @@ pub const LAST_ERROR: &str = "x-last-error";
 pub const DUE_AT: &str = "x-due-at";
 /// Why the message is a dead letter, as a reason code.
 pub const DEAD_LETTER_REASON: &str = "x-dead-letter-reason";
+/// Who looks after this dead letter, as the consumer's settings say.
+pub const DEAD_LETTER_OWNER: &str = "x-dead-letter-owner";
+/// What is to be known about it, as the consumer's settings say.
+pub const DEAD_LETTER_NOTE: &str = "x-dead-letter-note";
 /// How often an operator sent it back, decimal `u32`.
 pub const REDRIVE_COUNT: &str = "x-redrive-count";
 /// W3C trace context of the enqueuing span.
@@ -52,7 +56,7 @@ pub const TRACE_STATE: &str = "tracestate";
 pub const CAUSATION_ID: &str = "x-causation-id";
 
 /// Every name above but the last: refused as a user header, whatever its case.
-pub const RESERVED: [&str; 21] = [
+pub const RESERVED: [&str; 23] = [
     MESSAGE_ID,
     EVENT_TYPE,
     OCCURRED_AT,
@@ -71,6 +75,8 @@ pub const RESERVED: [&str; 21] = [
     LAST_ERROR,
     DUE_AT,
     DEAD_LETTER_REASON,
+    DEAD_LETTER_OWNER,
+    DEAD_LETTER_NOTE,
     REDRIVE_COUNT,
     TRACE_PARENT,
     TRACE_STATE,

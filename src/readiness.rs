@@ -55,6 +55,13 @@ pub enum NotReady {
     DatabaseDown(String),
     /// The broker takes or gives nothing, and what it said last. For people.
     BrokerDown(String),
+    /// A rung or a place of dead letters takes no copies, and messages wait for it.
+    CopiesRefused {
+        /// Its name: of the destination, the custom sink, or the table.
+        place: String,
+        /// What it said last. For people.
+        why: String,
+    },
     /// A loop made no turn when it should have.
     Stalled {
         /// Which one: `keeper`, `worker 0`, ...
@@ -71,6 +78,7 @@ impl fmt::Display for NotReady {
             Self::Stopped => f.write_str("stopped"),
             Self::DatabaseDown(why) => write!(f, "database down: {why}"),
             Self::BrokerDown(why) => write!(f, "broker down: {why}"),
+            Self::CopiesRefused { place, why } => write!(f, "{place} takes no copies: {why}"),
             Self::Stalled { task, silent } => {
                 write!(f, "{task} stalled for {} s", silent.as_secs())
             }

@@ -6,6 +6,10 @@ use time::OffsetDateTime;
 
 use crate::error::cut;
 
+/// Longest `x-dead-letter-owner`.
+pub const OWNER_BYTES_MAX: usize = 255;
+/// Longest `x-dead-letter-note`.
+pub const NOTE_BYTES_MAX: usize = 512;
 /// Longest `x-last-error`.
 pub const ERROR_BYTES_MAX: usize = 1_024;
 
@@ -37,6 +41,8 @@ pub struct Reason(String);
 impl Reason {
     /// Every rung was climbed.
     pub const RETRIES_EXHAUSTED: &str = "retries-exhausted";
+    /// No rung takes it with its story, not even with the least of it.
+    pub const TOO_LARGE: &str = "too-large";
     /// Its next attempt would be later than the ladder allows.
     pub const TOO_OLD: &str = "too-old";
     /// The handler said that trying again is pointless.
@@ -100,6 +106,10 @@ pub struct Story {
     pub due_at: Option<OffsetDateTime>,
     /// On a dead letter: why.
     pub reason: Option<Reason>,
+    /// On a dead letter: who looks after it.
+    pub owner: Option<String>,
+    /// On a dead letter: what is to be known about it.
+    pub note: Option<String>,
     /// How often an operator sent it back.
     pub redrive_count: u32,
 }
@@ -124,6 +134,8 @@ impl Story {
             last_error: Some(cut(&format!("{class}: {text}"), ERROR_BYTES_MAX).to_owned()),
             due_at: None,
             reason: None,
+            owner: None,
+            note: None,
             redrive_count: self.redrive_count,
         }
     }
@@ -143,14 +155,13 @@ impl Story {
         self
     }
 
-    /// The story of a copy that an operator sends back: attempts begin anew, and one more redrive is counted. The first
-    /// failure stays, so that it can be told how old the message is, and so do consumer and origin.
+    /// The story of a copy that an operator sends back: attempts begin anew, by their number and by their age, and one more
+    /// redrive is counted. Consumer and origin stay.
     #[must_use]
     pub fn redriven(&self) -> Self {
         Self {
             origin: self.origin.clone(),
             consumer: self.consumer.clone(),
-            first_failed_at: self.first_failed_at,
             redrive_count: self.redrive_count.saturating_add(1),
             ..Self::default()
         }
@@ -163,6 +174,10 @@ impl Story {
         self.last_error = self
             .last_error
             .map(|text| cut(&text, ERROR_BYTES_MAX).to_owned());
+        self.owner = self
+            .owner
+            .map(|text| cut(&text, OWNER_BYTES_MAX).to_owned());
+        self.note = self.note.map(|text| cut(&text, NOTE_BYTES_MAX).to_owned());
         self
     }
 
@@ -243,7 +258,6 @@ mod tests {
         let expected = Story {
             origin: Some(origin()),
             consumer: Some("billing".into()),
-            first_failed_at: Some(monday),
             redrive_count: 1,
             ..Story::default()
         };
@@ -251,7 +265,7 @@ mod tests {
         let tuesday = datetime!(2026-01-06 10:00 UTC);
         let again = back.failed("billing", &origin(), "handler", "no stock", tuesday);
         assert_eq!((again.retry_count, again.redrive_count), (1, 1));
-        assert_eq!(again.first_failed_at, Some(monday));
+        assert_eq!(again.first_failed_at, Some(tuesday));
     }
 
     #[test]

@@ -243,6 +243,8 @@ CREATE TABLE relaybox_dead_letter (
     first_failed_at  timestamptz,
     last_failed_at   timestamptz,
     last_error       text,
+    owner            text,
+    note             text,
     origin_topic     text,
     origin_partition text,
     origin_offset    text,

@@ -134,6 +134,8 @@ CREATE TABLE relaybox_dead_letter (
     first_failed_at  INTEGER,
     last_failed_at   INTEGER,
     last_error       TEXT,
+    owner            TEXT,
+    note             TEXT,
     origin_topic     TEXT,
     origin_partition TEXT,
     origin_offset    TEXT,

@@ -6,9 +6,8 @@ use tracing::{info, warn};
 
 use crate::broker::Publisher;
 use crate::clock::Clock;
-use crate::dlq::{DeadLetters, send_copy};
+use crate::dlq::{DeadLetters, Refused, send_copy};
 use crate::envelope::Outgoing;
-use crate::error::Result;
 use crate::ladder::{Ask, Ladder, Step};
 use crate::story::{Reason, Story};
 
@@ -38,7 +37,7 @@ impl Copies {
     }
 
     /// Puts the copy where the step says. Succeeds once the broker, or the table, has it.
-    pub(super) async fn put(&self, step: &Step, job: &Job) -> Result<()> {
+    pub(super) async fn put(&self, step: &Step, job: &Job) -> Result<(), Refused> {
         let copy = |story: &Story| Outgoing {
             message: job.message.incoming.message.clone(),
             story: story.clone(),
@@ -52,6 +51,16 @@ impl Copies {
                     .bury(&*self.publisher, &job.topic, &self.consumer, copy(story))
                     .await
             }
+        }
+    }
+
+    /// What becomes of a message for which no rung has room, not even with the least of its story.
+    pub(super) fn without_rung(step: Step) -> Step {
+        match step {
+            Step::Climb { story, .. } => Step::Bury {
+                story: story.dead(Reason::new(Reason::TOO_LARGE)),
+            },
+            step => step,
         }
     }
 

@@ -1,6 +1,7 @@
 //! How a consumer is, for its probe.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::broker::Health;
 use crate::error::Error;
@@ -11,6 +12,26 @@ pub(super) struct Condition {
     pub(super) vitals: Arc<Vitals>,
     database: Mutex<Option<String>>,
     subscription: Mutex<Option<String>>,
+    /// Places that take no copies, what each said last, and how many messages wait for it.
+    refusing: Mutex<BTreeMap<String, (String, usize)>>,
+}
+
+/// A message waits until a place takes its copy.
+pub(super) struct WaitsFor {
+    condition: Arc<Condition>,
+    place: String,
+}
+
+impl Drop for WaitsFor {
+    fn drop(&mut self) {
+        let mut refusing = self.condition.refusing();
+        if let Some((_, waiting)) = refusing.get_mut(&self.place) {
+            *waiting -= 1;
+            if *waiting == 0 {
+                refusing.remove(&self.place);
+            }
+        }
+    }
 }
 
 impl Default for Condition {
@@ -19,6 +40,7 @@ impl Default for Condition {
             vitals: Vitals::new(),
             database: Mutex::default(),
             subscription: Mutex::default(),
+            refusing: Mutex::default(),
         }
     }
 }
@@ -39,12 +61,34 @@ impl Condition {
         *known = health.trouble();
     }
 
+    /// A place did not take a copy; told until what comes back is dropped.
+    pub(super) fn waits_for(self: &Arc<Self>, place: String, error: &Error) -> WaitsFor {
+        let mut refusing = self.refusing();
+        let entry = refusing.entry(place.clone()).or_default();
+        entry.0 = error.to_string();
+        entry.1 += 1;
+        drop(refusing);
+        WaitsFor {
+            condition: Arc::clone(self),
+            place,
+        }
+    }
+
+    fn refusing(&self) -> MutexGuard<'_, BTreeMap<String, (String, usize)>> {
+        self.refusing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn troubles(&self, publisher: &Health) -> Vec<NotReady> {
         let known =
             |of: &Mutex<Option<String>>| of.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let database = known(&self.database).map(NotReady::DatabaseDown);
         let broker = known(&self.subscription).or_else(|| publisher.trouble());
         let broker = broker.map(NotReady::BrokerDown);
-        database.into_iter().chain(broker).collect()
+        let refusing = self.refusing();
+        let copies = refusing.iter().map(|(place, (why, _))| {
+            let (place, why) = (place.clone(), why.clone());
+            NotReady::CopiesRefused { place, why }
+        });
+        database.into_iter().chain(broker).chain(copies).collect()
     }
 }

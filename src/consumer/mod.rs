@@ -169,7 +169,8 @@ impl<S: InboxStore> Consumer<S> {
     /// A handle for health checks, to be taken before the consumer runs.
     ///
     /// It is ready while it runs, database and broker answer, and the loop that takes deliveries makes its turns
-    /// ([`ConsumerConfig::with_silence_max`]). Handlers that fail do not make it unready.
+    /// ([`ConsumerConfig::with_silence_max`]). Handlers that fail do not make it unready; a rung or
+    /// place of dead letters that takes nothing does, as long as messages wait for it.
     #[must_use]
     pub fn probe(&self) -> Probe {
         let (condition, publisher) = (self.condition.clone(), self.publisher.clone());
@@ -268,6 +269,7 @@ impl<S: InboxStore> Consumer<S> {
         config::validate_name(&self.name)?;
         self.ladder.validate()?;
         self.routes.validate_with(&self.ladder)?;
+        self.dead_letters.validate()?;
         self.config
             .validate(self.ladder.duration(), handler.batch_max())?;
         self.config.can_identify(&self.subscriber.capabilities())?;

@@ -12,6 +12,7 @@ use tracing::{Instrument, Span, debug, error, warn};
 use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::broker::{Receipt, Settlement};
 use crate::clock::Clock;
+use crate::dlq::Refused;
 use crate::error::Error;
 use crate::event::{handle_batch_span, handle_span, handled};
 use crate::inbox::{Attempt, Ended, Inbox, Keyed};
@@ -27,7 +28,7 @@ use super::job::{Homes, Job, Lot};
 use super::outcome::Failure;
 use super::routes::Routes;
 use super::suspects::{Memory, Standing};
-use super::tell::{Became, tell_attempt, tell_crash, tell_end, tell_lateness};
+use super::tell::{Became, tell_attempt, tell_crash, tell_end, tell_lateness, tell_refused};
 
 /// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
 const RERUNS_MAX: u32 = 10;
@@ -271,13 +272,15 @@ where
     /// confirmed nothing is acknowledged, and the message's key waits.
     pub(super) async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) {
         leave.ended(true);
-        let step = self.copies.step(&job, failure, ask);
+        let mut step = self.copies.step(&job, failure, ask);
         // The start of an attempt that was a crash stays. If the acknowledgement is lost, in the next crash of another message
         // for example, the delivery comes again: then it is known, and not tried once more.
         if failure.class() != Failure::CRASH && !self.end(&job, leave).await {
             return;
         }
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
+        // As long as it lives, the probe tells that this message waits for its copy to be taken.
+        let mut _waiting = None;
         while job.receipt.is_current() {
             match self.copies.put(&step, &job).await {
                 Ok(()) => {
@@ -289,10 +292,24 @@ where
                     self.acknowledge(job, became).await;
                     break;
                 }
-                Err(error) => error!(
-                    consumer = self.inbox.consumer, id = %job.message.incoming.message.id, %error,
-                    "copy of a failed message is not confirmed; the message stays and is tried again"
-                ),
+                Err(refused) => {
+                    tell_refused(&self.inbox.consumer, &refused.place);
+                    error!(
+                        consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
+                        place = refused.place, error = %refused.error,
+                        "copy of a failed message is not confirmed; the message stays and is tried again"
+                    );
+                    let Refused {
+                        place,
+                        error,
+                        for_good,
+                    } = refused;
+                    if for_good && matches!(step, Step::Climb { .. }) {
+                        step = Copies::without_rung(step);
+                        continue;
+                    }
+                    _waiting = Some(self.condition.waits_for(place, &error));
+                }
             }
             // Messages whose copies nobody takes must not keep the handlers from those that need none.
             drop(leave.place.take());

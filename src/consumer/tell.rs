@@ -93,6 +93,12 @@ pub(super) fn tell_crash(consumer: &str) {
     event::count(&event::CONSUMER_ATTEMPTS, &labels, 1);
 }
 
+/// A copy was not taken there.
+pub(super) fn tell_refused(consumer: &str, place: &str) {
+    let labels = [Value::Name(consumer), Value::Name(place)];
+    event::count(&event::CONSUMER_COPIES_REFUSED, &labels, 1);
+}
+
 /// A delivery has ended. The clock is only asked where somebody wants to know.
 pub(super) fn tell_end(
     consumer: &str,

@@ -3,29 +3,58 @@
 pub mod redrive;
 
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
+
+use futures_util::FutureExt;
 
 use crate::broker::{PublishOutcome, Publisher, RejectionScope, Rung};
 use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ladder::fill;
-use crate::store::DeadLetterStore;
+use crate::store::{DeadLetterSink, DeadLetterStore};
+use crate::story::{NOTE_BYTES_MAX, OWNER_BYTES_MAX, Story};
 
-/// Where a consumer's dead letters go.
+/// What a table is called in logs and health.
+const TABLE: &str = "the table of dead letters";
+/// How long a sink may take for a letter: a broker's publisher keeps a deadline of its own.
+const PUT_MAX: Duration = Duration::from_secs(30);
+
+/// Where a consumer's dead letters go: a destination at the broker, a table, a place of your own, or several of them.
 #[derive(Clone)]
 pub struct DeadLetters {
     template: Option<String>,
     way_back: String,
-    table: Option<Arc<dyn DeadLetterStore>>,
+    sinks: Vec<Sink>,
+    owner: Option<String>,
+    note: Option<String>,
+}
+
+#[derive(Clone)]
+struct Sink {
+    name: Arc<str>,
+    takes: Arc<dyn DeadLetterSink>,
+}
+
+/// A copy that no place took: which one, and why.
+#[derive(Debug)]
+pub(crate) struct Refused {
+    pub(crate) place: String,
+    pub(crate) error: Error,
+    /// The message itself: however often it is tried, it will not be taken there.
+    pub(crate) for_good: bool,
 }
 
 impl fmt::Debug for DeadLetters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sinks: Vec<&str> = self.sinks.iter().map(|sink| &*sink.name).collect();
         f.debug_struct("DeadLetters")
             .field("template", &self.template)
             .field("way_back", &self.way_back)
-            .field("table", &self.table.is_some())
+            .field("sinks", &sinks)
+            .field("owner", &self.owner)
+            .field("note", &self.note)
             .finish()
     }
 }
@@ -42,23 +71,39 @@ impl DeadLetters {
         Self {
             template: Some(Self::TEMPLATE_DEFAULT.to_owned()),
             way_back: Self::WAY_BACK_DEFAULT.to_owned(),
-            table: None,
+            sinks: Vec::new(),
+            owner: None,
+            note: None,
         }
     }
 
     /// A table in a database.
     pub fn table(store: impl DeadLetterStore) -> Self {
-        Self {
-            template: None,
-            way_back: Self::WAY_BACK_DEFAULT.to_owned(),
-            table: Some(Arc::new(store)),
-        }
+        Self::custom(TABLE, store)
     }
 
-    /// Also a table: a letter counts as stored when both have it.
+    /// A place of your own; `name` stands for it in logs, health and metrics.
+    pub fn custom(name: impl Into<String>, sink: impl DeadLetterSink) -> Self {
+        let nowhere = Self {
+            template: None,
+            ..Self::topic()
+        };
+        nowhere.and_custom(name, sink)
+    }
+
+    /// Also a table: a letter counts as stored when every place has it.
     #[must_use]
-    pub fn and_table(mut self, store: impl DeadLetterStore) -> Self {
-        self.table = Some(Arc::new(store));
+    pub fn and_table(self, store: impl DeadLetterStore) -> Self {
+        self.and_custom(TABLE, store)
+    }
+
+    /// Also a place of your own: a letter counts as stored when every place has it.
+    #[must_use]
+    pub fn and_custom(mut self, name: impl Into<String>, sink: impl DeadLetterSink) -> Self {
+        self.sinks.push(Sink {
+            name: name.into().into(),
+            takes: Arc::new(sink),
+        });
         self
     }
 
@@ -96,6 +141,22 @@ impl DeadLetters {
             .is_some_and(|template| !names(template))
     }
 
+    /// Who looks after these letters: a team, an address, at most 255 bytes. Travels with each letter, as
+    /// [`x-dead-letter-owner`](crate::headers::DEAD_LETTER_OWNER) and in the table.
+    #[must_use]
+    pub fn with_owner(mut self, owner: impl Into<String>) -> Self {
+        self.owner = Some(owner.into());
+        self
+    }
+
+    /// What is to be known about these letters, for example where the runbook is: at most 512 bytes. Travels with each letter, as
+    /// [`x-dead-letter-note`](crate::headers::DEAD_LETTER_NOTE) and in the table.
+    #[must_use]
+    pub fn with_note(mut self, note: impl Into<String>) -> Self {
+        self.note = Some(note.into());
+        self
+    }
+
     /// The destination at the broker, if letters go there.
     #[must_use]
     pub fn destination(&self, topic: &str, consumer: &str) -> Option<String> {
@@ -104,10 +165,24 @@ impl DeadLetters {
             .map(|template| fill(template, topic, consumer))
     }
 
-    /// Finds out at start whether the table is there.
+    pub(crate) fn validate(&self) -> Result<()> {
+        for (field, text, bytes_max) in [
+            ("dead letter owner", &self.owner, OWNER_BYTES_MAX),
+            ("dead letter note", &self.note, NOTE_BYTES_MAX),
+        ] {
+            let Some(text) = text else { continue };
+            if text.is_empty() || text.len() > bytes_max || text.chars().any(char::is_control) {
+                let limit = format!("1 to {bytes_max} bytes without control characters");
+                return Err(Error::configuration(field, limit, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds out at start whether the places other than the broker are there.
     pub(crate) async fn check(&self, consumer: &str) -> Result<()> {
-        if let Some(table) = &self.table {
-            table.list(consumer, i64::MAX, 1).await?;
+        for sink in &self.sinks {
+            sink.takes.check(consumer).await?;
         }
         Ok(())
     }
@@ -119,10 +194,16 @@ impl DeadLetters {
         publisher: &dyn Publisher,
         topic: &str,
         consumer: &str,
-        letter: Outgoing,
-    ) -> Result<()> {
-        if let Some(table) = &self.table {
-            table.put(&letter).await?;
+        mut letter: Outgoing,
+    ) -> Result<(), Refused> {
+        letter.story.owner.clone_from(&self.owner);
+        letter.story.note.clone_from(&self.note);
+        for sink in &self.sinks {
+            sink.put(&letter).await.map_err(|error| Refused {
+                place: sink.name.to_string(),
+                error,
+                for_good: false,
+            })?;
         }
         if let Some(destination) = self.destination(topic, consumer) {
             send_copy(publisher, destination, letter).await?;
@@ -131,7 +212,23 @@ impl DeadLetters {
     }
 }
 
-/// Publishes a copy with its story; where the message leaves no room for the story, with the least of it.
+impl Sink {
+    /// Within a deadline, and whatever somebody else's code does.
+    async fn put(&self, letter: &Outgoing) -> Result<()> {
+        let failed = |detail| Error::new(ErrorKind::Timeout, "put dead letter", detail);
+        let put = async { self.takes.put(letter).await };
+        let put = AssertUnwindSafe(put).catch_unwind();
+        match tokio::time::timeout(PUT_MAX, put).await {
+            Ok(Ok(stored)) => stored,
+            Ok(Err(_panic)) => Err(failed("the sink panicked".to_owned())),
+            Err(_elapsed) => Err(failed(format!("no answer within {PUT_MAX:?}"))),
+        }
+    }
+}
+
+/// Publishes a copy with its story; where the message leaves no room for the story, with the least of it, and a dead letter
+/// with its reason alone or without any: it stands in the consumer's own place, and a message that nobody takes would stop
+/// its key.
 ///
 /// # Errors
 /// When the copy was not confirmed; the caller must not acknowledge the original.
@@ -139,16 +236,39 @@ pub(crate) async fn send_copy(
     publisher: &dyn Publisher,
     destination: String,
     mut copy: Outgoing,
-) -> Result<()> {
+) -> Result<(), Refused> {
     copy.message.destination = destination;
-    match send(publisher, &copy).await {
-        Err((Some(RejectionScope::Message), _)) => {
-            copy.story = copy.story.shrunk();
-            send(publisher, &copy).await
+    let mut stories = smaller(&copy.story).into_iter();
+    loop {
+        let (scope, error) = match send(publisher, &copy).await {
+            Ok(()) => return Ok(()),
+            Err(failed) => failed,
+        };
+        let for_good = scope == Some(RejectionScope::Message);
+        match stories.next().filter(|_| for_good) {
+            Some(story) => copy.story = story,
+            None => {
+                return Err(Refused {
+                    place: copy.message.destination,
+                    error,
+                    for_good,
+                });
+            }
         }
-        result => result,
     }
-    .map_err(|(_, error)| error)
+}
+
+/// What is tried where a story does not fit. On a rung the count of attempts has to be there.
+fn smaller(story: &Story) -> Vec<Story> {
+    let mut stories = vec![story.shrunk()];
+    if let Some(reason) = &story.reason {
+        let code = Story {
+            reason: Some(reason.clone()),
+            ..Story::default()
+        };
+        stories.extend([code, Story::default()]);
+    }
+    stories
 }
 
 async fn send(

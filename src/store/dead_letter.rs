@@ -1,10 +1,36 @@
-//! The dead letter contract: a table to keep them in.
+//! The dead letter contracts: a place to put them, and a table to keep them in.
 
 use futures_util::future::BoxFuture;
 use time::OffsetDateTime;
 
 use crate::envelope::Outgoing;
 use crate::error::Result;
+
+/// A place that takes dead letters: a table, or one of your own (an object store, a ticket system, another broker).
+pub trait DeadLetterSink: Send + Sync + 'static {
+    /// Finds out, when a consumer starts, whether its letters can be put here.
+    ///
+    /// # Errors
+    /// Whatever is in the way; the consumer does not start.
+    fn check<'a>(&'a self, consumer: &'a str) -> BoxFuture<'a, Result<()>>;
+
+    /// Stores a letter durably before it returns `Ok`: after that the original is acknowledged. It may come again, with the same
+    /// message id and redrive count, after an error, a deadline (30 s; then the future is dropped) or a crash.
+    ///
+    /// # Errors
+    /// The letter may not be stored. Nothing is acknowledged; it is put again after growing pauses.
+    fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>>;
+}
+
+impl<S: DeadLetterStore> DeadLetterSink for S {
+    fn check<'a>(&'a self, consumer: &'a str) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move { self.list(consumer, i64::MAX, 1).await.map(drop) })
+    }
+
+    fn put<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<()>> {
+        DeadLetterStore::put(self, letter)
+    }
+}
 
 /// A stored dead letter.
 #[derive(Debug, Clone, PartialEq)]

@@ -25,7 +25,7 @@ pub use admin::{
     DestinationDepth, Mode, OutboxAdmin, PublishedMessage,
 };
 pub use aside::{Ahead, AsideState, Place, SetAside, Table};
-pub use dead_letter::{DeadLetter, DeadLetterStore};
+pub use dead_letter::{DeadLetter, DeadLetterSink, DeadLetterStore};
 pub use inbox::{InboxStore, Recorded};
 pub use names::Prefix;
 pub use no_inbox::NoInbox;

@@ -12,6 +12,7 @@ mod relay_model;
 
 mod consuming;
 mod dead_heads;
+mod dead_letters;
 mod destinations;
 mod failing;
 mod forms;

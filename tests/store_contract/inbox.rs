@@ -275,9 +275,11 @@ pub async fn dead_letters_keep_bytes_and_story<H: Harness>() {
         .with_header("tracestate", "user's")
         .with_header("a", vec![0xff]);
     message.headers.push_optional("a", None);
-    let story = Story::default()
+    let mut story = Story::default()
         .failed("billing", &origin, "handler", "no stock", at)
         .dead(Reason::new(Reason::PERMANENT));
+    story.owner = Some("team-billing".into());
+    story.note = Some("see the runbook".into());
     let letter = Outgoing { message, story };
     store.put(&letter).await.unwrap();
     store.put(&letter).await.unwrap();

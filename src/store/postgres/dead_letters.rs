@@ -70,7 +70,7 @@ impl DeadLetterStore for PostgresStore {
     }
 }
 
-/// Binds a letter to an INSERT: the first 21 parameters.
+/// Binds a letter to an INSERT: the first 23 parameters.
 pub(super) fn bound<'q>(sql: &SqlStr, letter: &'q Outgoing) -> Query<'q, Postgres, PgArguments> {
     let Outgoing { message, story } = letter;
     let text = |text: &'q Option<String>| text.as_deref().map(without_nul);
@@ -98,6 +98,8 @@ pub(super) fn bound<'q>(sql: &SqlStr, letter: &'q Outgoing) -> Query<'q, Postgre
         .bind(message.occurred_at)
         .bind(size(message))
         .bind(message.digest().to_vec())
+        .bind(text(&story.owner))
+        .bind(text(&story.note))
 }
 
 fn read(row: &PgRow) -> Result<DeadLetter> {
@@ -117,6 +119,8 @@ fn read(row: &PgRow) -> Result<DeadLetter> {
             consumer: Some(consumer).filter(|consumer| !consumer.is_empty()),
             redrive_count: count(row.try_get(11)?),
             reason: reason.map(Reason::new),
+            owner: row.try_get(21)?,
+            note: row.try_get(22)?,
             retry_count: count(row.try_get(13)?),
             first_failed_at: row.try_get(14)?,
             last_failed_at: row.try_get(15)?,

@@ -392,7 +392,7 @@ impl Sql {
             put: safe(format!("{} ON CONFLICT DO NOTHING", put(t, ""))),
             list: safe(format!(
                 "SELECT position, consumer, {MESSAGE}, redrive_count, reason, retry_count, first_failed_at, \
-                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at, owner, note \
                  FROM {t}dead_letter WHERE consumer = $1 AND position > $2 ORDER BY position LIMIT $3"
             )),
             count: safe(format!(

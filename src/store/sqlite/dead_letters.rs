@@ -71,7 +71,7 @@ impl DeadLetterStore for SqliteStore {
     }
 }
 
-/// Binds a letter to an INSERT: the first 21 parameters.
+/// Binds a letter to an INSERT: the first 23 parameters.
 pub(super) fn bound<'q>(sql: &SqlStr, letter: &'q Outgoing) -> Query<'q, Sqlite, SqliteArguments> {
     let Outgoing { message, story } = letter;
     let text = |text: &'q Option<String>| text.as_deref().map(without_nul);
@@ -99,6 +99,8 @@ pub(super) fn bound<'q>(sql: &SqlStr, letter: &'q Outgoing) -> Query<'q, Sqlite,
         .bind(unix_micros(message.occurred_at))
         .bind(size(message))
         .bind(message.digest().to_vec())
+        .bind(text(&story.owner))
+        .bind(text(&story.note))
 }
 
 fn read(row: &SqliteRow) -> Result<DeadLetter> {
@@ -118,6 +120,8 @@ fn read(row: &SqliteRow) -> Result<DeadLetter> {
             consumer: Some(consumer).filter(|consumer| !consumer.is_empty()),
             redrive_count: count(row.try_get(11)?),
             reason: reason.map(Reason::new),
+            owner: row.try_get(21)?,
+            note: row.try_get(22)?,
             retry_count: count(row.try_get(13)?),
             first_failed_at: None,
             last_failed_at: None,

@@ -91,7 +91,7 @@ impl RedriveStore for SqliteStore {
             let whole = |row| {
                 Ok(WholeLetter {
                     entry: entry(row)?,
-                    message: read_message(row, 17),
+                    message: read_message(row, 19),
                 })
             };
             rows.iter().map(whole).collect()

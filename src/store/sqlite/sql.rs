@@ -314,7 +314,7 @@ impl Sql {
             put: safe(format!("{} ON CONFLICT DO NOTHING", put(t))),
             list: safe(format!(
                 "SELECT position, consumer, {MESSAGE}, redrive_count, reason, retry_count, first_failed_at, \
-                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at \
+                    last_failed_at, last_error, origin_topic, origin_partition, origin_offset, stored_at, owner, note \
                  FROM {t}dead_letter WHERE consumer = ?1 AND position > ?2 ORDER BY position LIMIT ?3"
             )),
             count: safe(format!(
@@ -343,8 +343,9 @@ impl Sql {
 fn put(t: &str) -> String {
     format!(
         "INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
-            last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21)"
+            last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest, \
+            owner, note) \
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23)"
     )
 }
 

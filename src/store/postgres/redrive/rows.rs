@@ -37,6 +37,8 @@ pub(super) fn entry(row: &PgRow) -> Result<LetterEntry> {
             last_failed_at: row.try_get(9)?,
             last_error: row.try_get(10)?,
             due_at: None,
+            owner: row.try_get(17)?,
+            note: row.try_get(18)?,
         };
         Ok(LetterEntry {
             position: row.try_get(0)?,

@@ -28,7 +28,7 @@ pub(in super::super) struct RedriveSql {
 /// What a list shows, in the order in which rows are read.
 const ENTRY: &str = "d.position, d.consumer, d.message_id, d.event_type, d.key, d.redrive_count, d.reason, \
     d.retry_count, d.first_failed_at, d.last_failed_at, d.last_error, d.origin_topic, d.origin_partition, \
-    d.origin_offset, d.digest, d.size, d.stored_at";
+    d.origin_offset, d.digest, d.size, d.stored_at, d.owner, d.note";
 const RUN: &str = "id, consumer, operator, plan, end_position, state, cursor, token, sent, refused, rejected, proved, \
     error, planned_at, changed_at";
 const MATCHES: &str = "d.consumer = $1 AND ($2::text IS NULL OR d.reason = $2) \
@@ -48,8 +48,9 @@ pub(super) fn put(t: &str, around: &str) -> String {
             SELECT set_config('synchronous_commit', CASE s WHEN 'off' THEN 'on' ELSE s END, true) \
             FROM current_setting('synchronous_commit') s){around} \
          INSERT INTO {t}dead_letter (consumer, redrive_count, reason, retry_count, first_failed_at, \
-            last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest) \
-         SELECT $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21 \
+            last_failed_at, last_error, origin_topic, origin_partition, origin_offset, {MESSAGE}, size, digest, \
+            owner, note) \
+         SELECT $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23 \
          FROM durable"
     )
 }
@@ -99,12 +100,12 @@ impl RedriveSql {
                 "{} WHERE EXISTS (SELECT 1 FROM gone) RETURNING position), \
                  noted AS ( \
                     INSERT INTO {t}redrive_audit ({AUDIT}) \
-                    SELECT NULL, $23, $24, $25, $26, $27, $28, $29, $30 FROM gone) \
+                    SELECT NULL, $25, $26, $27, $28, $29, $30, $31, $32 FROM gone) \
                  SELECT position FROM stored",
                 put(
                     t,
                     &format!(
-                        ", gone AS (DELETE FROM {t}dead_letter WHERE position = $22 AND consumer = $23 \
+                        ", gone AS (DELETE FROM {t}dead_letter WHERE position = $24 AND consumer = $25 \
                             RETURNING position), stored AS ("
                     )
                 )
@@ -113,7 +114,7 @@ impl RedriveSql {
                 "{} RETURNING position), \
                  noted AS ( \
                     INSERT INTO {t}redrive_audit ({AUDIT}) \
-                    SELECT NULL, $22, $23, $24, $25, $26, $27, $28, $29 FROM stored) \
+                    SELECT NULL, $24, $25, $26, $27, $28, $29, $30, $31 FROM stored) \
                  SELECT position FROM stored",
                 put(t, ", stored AS (")
             )),

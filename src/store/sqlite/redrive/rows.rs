@@ -36,6 +36,8 @@ pub(super) fn entry(row: &SqliteRow) -> Result<LetterEntry> {
             last_failed_at: None,
             last_error: row.try_get(10)?,
             due_at: None,
+            owner: row.try_get(17)?,
+            note: row.try_get(18)?,
         };
         let entry = LetterEntry {
             position: row.try_get(0)?,

@@ -28,7 +28,7 @@ pub(in super::super) struct RedriveSql {
 /// What a list shows, in the order in which rows are read.
 const ENTRY: &str = "d.position, d.consumer, d.message_id, d.event_type, d.key, d.redrive_count, d.reason, \
     d.retry_count, d.first_failed_at, d.last_failed_at, d.last_error, d.origin_topic, d.origin_partition, \
-    d.origin_offset, d.digest, d.size, d.stored_at";
+    d.origin_offset, d.digest, d.size, d.stored_at, d.owner, d.note";
 const RUN: &str = "id, consumer, operator, plan, end_position, state, cursor, token, sent, refused, rejected, proved, \
     error, planned_at, changed_at";
 const MATCHES: &str = "d.consumer = ?1 AND (?2 IS NULL OR d.reason = ?2) AND (?3 IS NULL OR d.event_type = ?3) \
