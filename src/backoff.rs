@@ -121,6 +121,19 @@ impl DelayPolicy {
         from_nanos(nanos.min(cap))
     }
 
+    /// The longest that [`delay`](Self::delay) may give for attempt `attempt`, whatever chance and the delays before it.
+    #[must_use]
+    pub fn delay_max(&self, attempt: u32) -> Duration {
+        let nanos = match self.jitter {
+            Jitter::None | Jitter::Full | Jitter::Equal => self.grown(attempt),
+            Jitter::Decorrelated => {
+                let base = self.grown(1);
+                base.saturating_mul(3_u128.saturating_pow(attempt.max(1)))
+            }
+        };
+        from_nanos(nanos.min(self.cap.as_nanos()))
+    }
+
     /// The delays before attempt 1, 2, 3, ...: the same for the same seed. Never ends.
     #[must_use]
     pub fn delays(&self, seed: u64) -> Delays {
@@ -250,6 +263,17 @@ mod tests {
             let delay = policy.delay(attempt, previous, &mut fastrand::Rng::with_seed(seed));
             prop_assert!(delay <= cap);
             prop_assert_eq!(delay, policy.delay(attempt, previous, &mut fastrand::Rng::with_seed(seed)));
+        }
+
+        #[test]
+        fn no_delay_is_longer_than_the_longest(
+            base_ms in 0u64..10_000, cap_ms in 0u64..1_000_000, factor in 0u32..5, jitter in any_jitter(), seed in any::<u64>(),
+        ) {
+            let policy = DelayPolicy::exponential(Duration::from_millis(base_ms))
+                .with_factor(factor).with_jitter(jitter).with_cap(Duration::from_millis(cap_ms));
+            for (attempt, delay) in (1..).zip(policy.delays(seed).take(50)) {
+                prop_assert!(delay <= policy.delay_max(attempt));
+            }
         }
 
         #[test]

@@ -45,8 +45,7 @@ pub(crate) fn to_micros(instant: OffsetDateTime) -> OffsetDateTime {
     instant.replace_nanosecond(nanos).unwrap_or(instant)
 }
 
-/// Whole microseconds since 1970, for columns that hold a number.
-#[cfg(any(feature = "sqlite", test))]
+/// Whole microseconds since 1970.
 #[must_use]
 pub(crate) fn unix_micros(instant: OffsetDateTime) -> i64 {
     i64::try_from(instant.unix_timestamp_nanos() / 1_000).unwrap_or(i64::MAX)

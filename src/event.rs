@@ -90,11 +90,13 @@ metrics! {
     CONSUMER_LAG_AGE = Gauge "relaybox_consumer_lag_seconds" ["consumer", "source"] "seconds"
         "Age of the oldest of them, where the broker tells it";
     CONSUMER_MESSAGES = Counter "relaybox_consumer_messages_total" ["consumer", "outcome"] "messages"
-        "How deliveries ended: `handled`, `duplicate`, `retried` (on a rung), `dead`, `skipped` (failed, and recorded as its route says)";
+        "How deliveries ended: `handled`, `duplicate`, `retried` (on a rung, or waiting elsewhere), `behind` (a message of its key that waits), `dead`, `skipped` (failed, and recorded as its route says)";
     CONSUMER_RETRY_LATE = Histogram "relaybox_consumer_retry_late_seconds" ["consumer"] "seconds"
         "From the time that a message on a rung was due to the start of its next attempt; never early, and late by what waited before it";
     CONSUMER_SKIPPED = Counter "relaybox_consumer_skipped_total" ["consumer", "class"] "messages"
         "Failed messages recorded without their effect, as the route of their class says";
+    CONSUMER_WAITING_LATE = Histogram "relaybox_consumer_waiting_late_seconds" ["consumer"] "seconds"
+        "How long a message had been due in the waiting room when it was claimed, by the database's clock";
     DEAD_LETTERS = Gauge "relaybox_dead_letters" ["consumer", "destination"] "messages"
         "What the consumer's dead letter destination at the broker holds";
     OUTBOX_ASIDE = Gauge "relaybox_outbox_aside_messages" ["reason"] "messages"

@@ -1,5 +1,7 @@
 //! The ladder: what comes after a failed attempt. Pure decisions; the consumer carries them out.
 
+mod mode;
+
 use std::time::Duration;
 
 use time::OffsetDateTime;
@@ -9,9 +11,13 @@ use crate::clock;
 use crate::error::{Error, Result};
 use crate::story::{Origin, Reason, Story};
 
+pub use self::mode::DeadHead;
+use self::mode::{Grown, Mode};
+
 /// Rungs of growing delay between attempts. A message climbs one rung per failure; after the last it is a dead letter.
 ///
-/// While a message waits on a rung, later messages of its key go on: order per key ends at the first failure.
+/// While a message waits on a rung, later messages of its key go on: order per key ends at the first failure, unless the
+/// ladder is [`by_key`](Self::by_key) or [`in_place`](Self::in_place).
 ///
 /// ```
 /// use std::time::Duration;
@@ -27,6 +33,8 @@ pub struct Ladder {
     template: String,
     attempts_max: Option<u32>,
     age_max: Option<Duration>,
+    grown: Option<Grown>,
+    mode: Mode,
 }
 
 /// Most rungs a ladder has.
@@ -40,6 +48,10 @@ const ATTEMPTS_MAX: u32 = 1_000;
 pub(crate) enum Step {
     /// Wait on this rung; the story holds the due time.
     Climb { destination: String, story: Story },
+    /// Wait in the waiting room.
+    Wait { delay: Duration, story: Story },
+    /// Wait in its place.
+    Stay { delay: Duration, story: Story },
     /// End as a dead letter; the story holds the reason.
     Bury { story: Story },
 }
@@ -66,6 +78,8 @@ impl Ladder {
             template: Self::TEMPLATE_DEFAULT.to_owned(),
             attempts_max: None,
             age_max: None,
+            grown: None,
+            mode: Mode::Rungs,
         }
     }
 
@@ -101,9 +115,12 @@ impl Ladder {
         self
     }
 
-    /// The rungs for failures of `consumer` on `topic`.
+    /// The rungs for failures of `consumer` on `topic`; none where messages wait elsewhere.
     #[must_use]
     pub fn rungs_of(&self, topic: &str, consumer: &str) -> Vec<Rung> {
+        if self.needs_room() {
+            return Vec::new();
+        }
         self.delays
             .iter()
             .map(|&delay| Rung {
@@ -114,9 +131,19 @@ impl Ladder {
             .collect()
     }
 
-    /// How long a message that fails every time spends on rungs.
+    /// How long a message that fails every time spends on rungs, or waiting elsewhere, at most.
     #[must_use]
     pub fn duration(&self) -> Duration {
+        if let Some(grown) = &self.grown {
+            let delays = grown.delays_max().collect();
+            let grown = None;
+            return Self {
+                delays,
+                grown,
+                ..self.clone()
+            }
+            .duration();
+        }
         let failures = self.attempts().saturating_sub(1);
         let climbed = (1..=failures).filter_map(|failures| self.climb(failures));
         let climbed = climbed.fold(Duration::ZERO, Duration::saturating_add);
@@ -125,7 +152,7 @@ impl Ladder {
     }
 
     pub(crate) const fn is_empty(&self) -> bool {
-        self.delays.is_empty()
+        self.delays.is_empty() && self.grown.is_none()
     }
 
     /// Attempts in all.
@@ -146,6 +173,7 @@ impl Ladder {
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
+        self.validate_mode()?;
         if self.delays.len() > RUNGS_MAX {
             return Err(Error::configuration(
                 "ladder rungs",
@@ -176,7 +204,7 @@ impl Ladder {
             let field = "ladder attempts_max";
             return Err(Error::configuration(field, limit, attempts.to_string()));
         }
-        if self.delays.is_empty() && self.attempts_max.is_some_and(|attempts| attempts > 1) {
+        if self.is_empty() && self.attempts_max.is_some_and(|attempts| attempts > 1) {
             let (field, limit) = ("ladder attempts_max", "1 on a ladder without rungs");
             let value = self.attempts_max.unwrap_or_default();
             return Err(Error::configuration(field, limit, value.to_string()));
@@ -302,7 +330,7 @@ mod tests {
     fn rung(times: u32, ask: Ask) -> Option<String> {
         match ladder().step("orders", "billing", failed(times), ask, NOW) {
             Step::Climb { destination, .. } => Some(destination),
-            Step::Bury { .. } => None,
+            _ => None,
         }
     }
 
@@ -351,6 +379,7 @@ mod tests {
                     .reason
                     .map(|r| r.as_str().to_owned())
                     .unwrap_or_default(),
+                other => unreachable!("{other:?}"),
             };
         let after = || Ask::After(Duration::from_secs(1));
         let fewer = ladder().with_attempts_max(2);
@@ -379,6 +408,7 @@ mod tests {
                     .reason
                     .map(|r| r.as_str().to_owned())
                     .unwrap_or_default(),
+                other => unreachable!("{other:?}"),
             }
         };
         assert_eq!(aged(100, 40, Ask::Next), "", "due in its last second");

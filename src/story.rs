@@ -59,6 +59,8 @@ impl Reason {
     pub const UNKNOWN_TYPE: &str = "unknown-type";
     /// A version or an aggregate is needed, and it has none.
     pub const UNVERSIONED: &str = "unversioned";
+    /// One ahead of it of its key is a dead letter, and those behind go the same way.
+    pub const PARKED: &str = "parked";
 
     /// A code of 1 to 64 of the characters `a-z`, `0-9` and `-`; others are replaced by `-`.
     #[must_use]
@@ -138,6 +140,14 @@ impl Story {
             note: None,
             redrive_count: self.redrive_count,
         }
+    }
+
+    /// The same, in the hands of a consumer that made no attempt at it.
+    #[must_use]
+    pub fn taken(mut self, consumer: &str, origin: &Origin) -> Self {
+        self.origin = self.origin.or_else(|| Some(bounded(origin)));
+        self.consumer = Some(cut(consumer, 255).to_owned());
+        self
     }
 
     /// The same, waiting on a rung until `due_at`.

@@ -44,6 +44,7 @@ const STORE_FILES: &[&str] = &[
     "dead_letters",
     "redrive",
     "versions",
+    "waiting",
     "sql",
     "error",
 ];

@@ -304,3 +304,50 @@ CREATE INDEX ON relaybox_redrive_audit (consumer, at);
 
 -- Finds what has left already.
 CREATE INDEX ON relaybox_redrive_audit (consumer, message_id, redrive_count, digest);
+
+-- Messages that wait in the consumer's database for their next attempt, and those of their key behind them.
+CREATE TABLE relaybox_waiting (
+    position         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    consumer         text        COLLATE "C" NOT NULL,
+    identity         bytea       NOT NULL CHECK (octet_length(identity) = 16),
+    line             bytea       CHECK (octet_length(line) = 16),
+    state            text        NOT NULL,
+    source           text        NOT NULL,
+    due_at           timestamptz,
+    visible_at       timestamptz,
+    token            bigint      NOT NULL DEFAULT 0,
+    claims           int         NOT NULL DEFAULT 0,
+    park_to          bigint,
+    redrive_count    bigint      NOT NULL,
+    reason           text,
+    retry_count      bigint      NOT NULL,
+    first_failed_at  timestamptz,
+    last_failed_at   timestamptz,
+    last_error       text,
+    origin_topic     text,
+    origin_partition text,
+    origin_offset    text,
+    failed_by        text,
+    message_id       text        NOT NULL,
+    destination      text        NOT NULL,
+    key              bytea,
+    event_type       text        NOT NULL,
+    content_type     text,
+    headers          text,
+    payload          bytea,
+    version          bigint,
+    occurred_at      timestamptz NOT NULL,
+    size             int         NOT NULL,
+    stored_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    UNIQUE (consumer, identity)
+) WITH (
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 2000
+);
+
+-- Finds what is due: neither what waits for its time nor what waits behind others is in the way.
+CREATE INDEX ON relaybox_waiting (consumer, visible_at) WHERE state = 'due';
+-- Finds the ends of a line.
+CREATE INDEX ON relaybox_waiting (consumer, line, position) WHERE line IS NOT NULL;
+-- Finds notes that are old.
+CREATE INDEX ON relaybox_waiting (consumer, stored_at) WHERE state = 'noted';

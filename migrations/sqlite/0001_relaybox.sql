@@ -189,3 +189,44 @@ CREATE TABLE relaybox_redrive_audit (
     UNIQUE (consumer, at, position),
     UNIQUE (consumer, message_id, redrive_count, digest, position)
 ) STRICT;
+
+-- Messages that wait in the consumer's database for their next attempt, and those of their key behind them.
+CREATE TABLE relaybox_waiting (
+    position         INTEGER PRIMARY KEY AUTOINCREMENT,
+    consumer         TEXT    NOT NULL,
+    identity         BLOB    NOT NULL CHECK (length(identity) = 16),
+    line             BLOB    CHECK (length(line) = 16),
+    state            TEXT    NOT NULL,
+    source           TEXT    NOT NULL,
+    due_at           INTEGER,
+    visible_at       INTEGER,
+    token            INTEGER NOT NULL DEFAULT 0,
+    claims           INTEGER NOT NULL DEFAULT 0,
+    park_to          INTEGER,
+    redrive_count    INTEGER NOT NULL,
+    reason           TEXT,
+    retry_count      INTEGER NOT NULL,
+    first_failed_at  INTEGER,
+    last_failed_at   INTEGER,
+    last_error       TEXT,
+    origin_topic     TEXT,
+    origin_partition TEXT,
+    origin_offset    TEXT,
+    failed_by        TEXT,
+    message_id       TEXT    NOT NULL,
+    destination      TEXT    NOT NULL,
+    key              BLOB,
+    event_type       TEXT    NOT NULL,
+    content_type     TEXT,
+    headers          TEXT,
+    payload          BLOB,
+    version          INTEGER,
+    occurred_at      INTEGER NOT NULL,
+    size             INTEGER NOT NULL,
+    stored_at        INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    UNIQUE (consumer, identity),
+    -- Only for their indexes: CREATE INDEX cannot follow a schema prefix. What is due; the ends of a line; notes that are old.
+    UNIQUE (consumer, visible_at, position),
+    UNIQUE (consumer, line, position),
+    UNIQUE (consumer, state, stored_at, position)
+) STRICT;

@@ -12,6 +12,9 @@ use super::job::InboxKey;
 /// A shorter silence is that of a busy machine.
 const SILENCE_MIN: Duration = Duration::from_millis(100);
 
+/// A shorter lease would end while its holder is only busy.
+const WAITING_LEASE_MIN: Duration = Duration::from_secs(1);
+
 /// More samples would be a load without news.
 #[cfg(feature = "metrics")]
 const SAMPLE_INTERVAL_MIN: Duration = Duration::from_millis(10);
@@ -44,6 +47,7 @@ pub struct ConsumerConfig {
     pub(super) failure_guard: Option<FailureGuard>,
     pub(super) source_retention: Option<Duration>,
     pub(super) silence_max: Duration,
+    pub(super) waiting_lease: Duration,
     #[cfg(feature = "metrics")]
     pub(super) sample_interval: Option<Duration>,
 }
@@ -66,6 +70,7 @@ impl Default for ConsumerConfig {
             failure_guard: Some(FailureGuard::default()),
             source_retention: None,
             silence_max: Duration::from_secs(30),
+            waiting_lease: Duration::from_secs(30),
             #[cfg(feature = "metrics")]
             sample_interval: Some(Duration::from_secs(15)),
         }
@@ -222,6 +227,14 @@ impl ConsumerConfig {
         self
     }
 
+    /// For how long a member holds what it has claimed in the waiting room, unless it says that it lives, which it does in a
+    /// third of that (default 30 s, at least 1 s). What a member that died had claimed comes again after it.
+    #[must_use]
+    pub fn with_waiting_lease(mut self, lease: Duration) -> Self {
+        self.waiting_lease = lease;
+        self
+    }
+
     /// How often lag and dead letters are asked of the broker for the gauges (default every 15 s). Less often where that takes
     /// long: 20 times as long as the answers took passes before the next questions.
     #[cfg(feature = "metrics")]
@@ -283,6 +296,13 @@ impl ConsumerConfig {
                 "silence_max",
                 format!("at least {SILENCE_MIN:?}"),
                 format!("{:?}", self.silence_max),
+            ));
+        }
+        if self.waiting_lease < WAITING_LEASE_MIN {
+            return Err(Error::configuration(
+                "waiting_lease",
+                format!("at least {WAITING_LEASE_MIN:?}"),
+                format!("{:?}", self.waiting_lease),
             ));
         }
         #[cfg(feature = "metrics")]
@@ -387,6 +407,10 @@ mod tests {
         assert_eq!(
             refused(config().with_silence_max(Duration::ZERO)),
             "silence_max"
+        );
+        assert_eq!(
+            refused(config().with_waiting_lease(Duration::ZERO)),
+            "waiting_lease"
         );
         #[cfg(feature = "metrics")]
         assert_eq!(

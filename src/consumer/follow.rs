@@ -28,7 +28,7 @@ where
         leave: &mut Leave,
     ) -> Vec<Job> {
         match self.routes.next(&failure, ask, job.tries) {
-            Next::Fail(ask) => self.fail(job, &failure, ask, leave).await,
+            Next::Fail(ask) => return self.fail(job, &failure, ask, leave).await,
             Next::Skip => self.skip(job, &failure, leave).await,
             Next::Again(pause) => return self.again(job, &failure, pause, leave).await,
         }

@@ -11,6 +11,7 @@ use crate::readiness::{NotReady, Vitals};
 pub(super) struct Condition {
     pub(super) vitals: Arc<Vitals>,
     database: Mutex<Option<String>>,
+    room: Mutex<Option<String>>,
     subscription: Mutex<Option<String>>,
     /// Places that take no copies, what each said last, and how many messages wait for it.
     refusing: Mutex<BTreeMap<String, (String, usize)>>,
@@ -39,6 +40,7 @@ impl Default for Condition {
         Self {
             vitals: Vitals::new(),
             database: Mutex::default(),
+            room: Mutex::default(),
             subscription: Mutex::default(),
             refusing: Mutex::default(),
         }
@@ -50,6 +52,12 @@ impl Condition {
     pub(super) fn database(&self, trouble: Option<&Error>) {
         let trouble = trouble.map(ToString::to_string);
         *self.database.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+    }
+
+    /// The last word from the waiting room.
+    pub(super) fn room(&self, trouble: Option<&Error>) {
+        let trouble = trouble.map(ToString::to_string);
+        *self.room.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
     }
 
     /// How the subscription stands with its broker.
@@ -81,7 +89,8 @@ impl Condition {
     pub(super) fn troubles(&self, publisher: &Health) -> Vec<NotReady> {
         let known =
             |of: &Mutex<Option<String>>| of.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let database = known(&self.database).map(NotReady::DatabaseDown);
+        let database = known(&self.database).or_else(|| known(&self.room));
+        let database = database.map(NotReady::DatabaseDown);
         let broker = known(&self.subscription).or_else(|| publisher.trouble());
         let broker = broker.map(NotReady::BrokerDown);
         let refusing = self.refusing();

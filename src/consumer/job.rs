@@ -4,6 +4,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
 
 use crate::broker::{Delivery, Receipt, Rung};
 use crate::envelope::{Incoming, is_usable_id};
@@ -13,6 +16,7 @@ use crate::story::{Origin, Story};
 
 use super::config::MissingId;
 use super::outcome::Failure;
+use super::room::{Arrival, Ticket};
 use super::schedule::{Company, Slot};
 
 /// What the inbox remembers a message by.
@@ -68,6 +72,15 @@ pub(super) struct Job {
     pub(super) lot: Lot,
     /// How often it failed in this process and was to be handled again here.
     pub(super) tries: u32,
+    /// If it came out of the waiting room.
+    pub(super) ticket: Option<Ticket>,
+    /// The partition or queue, where that is to be kept in order.
+    lane: Option<Bytes>,
+    /// How long it has to wait in its place before its next attempt.
+    pub(super) pause: Option<Duration>,
+    /// Whether the waiting room was asked for a note about it, and has one.
+    pub(super) recalled: bool,
+    pub(super) noted: bool,
     pub(super) receipt: Box<dyn Receipt>,
 }
 
@@ -89,7 +102,7 @@ pub(super) enum Lot {
 impl Job {
     /// Takes a delivery of `consumer`.
     pub(super) fn of(
-        delivery: Delivery,
+        Arrival { delivery, ticket }: Arrival,
         consumer: &str,
         homes: &Homes,
         key: &InboxKey,
@@ -150,21 +163,36 @@ impl Job {
             origin,
             lot,
             tries: 0,
+            ticket,
+            lane: None,
+            pause: None,
+            recalled: false,
+            noted: false,
             receipt,
         }
     }
 
+    /// The same, one of whose partition or queue is in work at a time.
+    pub(super) fn in_lane(mut self) -> Self {
+        let partition = self.origin.partition.as_deref().unwrap_or_default();
+        self.lane = Some(format!("{}\0{partition}", self.topic).into());
+        self
+    }
+
     pub(super) const fn company(&self) -> Company {
         match self.lot {
+            // No attempt is made at it.
+            _ if matches!(self.ticket, Some(Ticket { parked: true, .. })) => Company::Alone,
             Lot::Work => Company::Batch,
             Lot::Watched => Company::Isolated,
             Lot::Suspect | Lot::Foreign | Lot::Unkeyed => Company::Alone,
         }
     }
 
-    /// Its key, one of which is in work at a time.
+    /// Its key, or its lane, one of which is in work at a time.
     pub(super) fn slot(&self) -> Slot {
-        self.message.incoming.message.key.clone()
+        let key = &self.message.incoming.message.key;
+        self.lane.as_ref().or(key.as_ref()).cloned()
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -172,7 +200,7 @@ impl Job {
     }
 }
 
-fn ended_its_process(story: &Story) -> bool {
+pub(super) fn ended_its_process(story: &Story) -> bool {
     let error = story.last_error.as_deref().unwrap_or_default();
     error
         .strip_prefix(Failure::CRASH)

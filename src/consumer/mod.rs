@@ -7,9 +7,12 @@ mod form;
 mod guard;
 mod handler;
 mod health;
+mod intake;
 mod job;
+mod lines;
 mod outcome;
 mod process;
+mod room;
 mod router;
 mod routes;
 #[cfg(feature = "metrics")]
@@ -36,7 +39,7 @@ use crate::error::{Error, Result};
 use crate::inbox::Inbox;
 use crate::ladder::Ladder;
 use crate::readiness::Probe;
-use crate::store::InboxStore;
+use crate::store::{InboxStore, WaitingStore};
 
 pub(crate) use config::validate_name;
 pub use config::{ConsumerConfig, MissingId};
@@ -56,8 +59,10 @@ pub use version_guard::{Unversioned, VersionGuard};
 use copies::Copies;
 use form::{Batches, Form, Outside, Single};
 use health::Condition;
+use intake::Intake;
 use job::Homes;
 use process::Processor;
+use room::Room;
 use suspects::Memory;
 use work::Work;
 
@@ -81,6 +86,7 @@ pub struct Consumer<S> {
     ladder: Ladder,
     routes: Routes,
     dead_letters: DeadLetters,
+    room: Option<Arc<dyn WaitingStore>>,
     config: ConsumerConfig,
     clock: Arc<dyn Clock>,
     counts: Arc<ConsumerCounts>,
@@ -103,6 +109,7 @@ impl<S: InboxStore> Consumer<S> {
             ladder: Ladder::none(),
             routes: Routes::new(),
             dead_letters: DeadLetters::topic(),
+            room: None,
             config: ConsumerConfig::default(),
             clock: Arc::new(SystemClock),
             counts: Arc::default(),
@@ -143,6 +150,17 @@ impl<S: InboxStore> Consumer<S> {
     #[must_use]
     pub fn with_dead_letters(mut self, dead_letters: DeadLetters) -> Self {
         self.dead_letters = dead_letters;
+        self
+    }
+
+    /// Sets where messages wait that no rung at the broker can keep: those of [`Ladder::backoff`], [`Ladder::stored`],
+    /// [`Ladder::by_key`] and [`Ladder::in_place`] (default nowhere: such a ladder is refused at start).
+    ///
+    /// A table in the consumer's own database, by its clock: give the store that is the inbox. What waits there is handled
+    /// whatever the ladder is now.
+    #[must_use]
+    pub fn with_waiting_room(mut self, store: impl WaitingStore) -> Self {
+        self.room = Some(Arc::new(store));
         self
     }
 
@@ -273,6 +291,7 @@ impl<S: InboxStore> Consumer<S> {
         self.config
             .validate(self.ladder.duration(), handler.batch_max())?;
         self.config.can_identify(&self.subscriber.capabilities())?;
+        self.can_wait()?;
         let request = self.request();
         no_circle(&request)?;
         if self.store.remembers() {
@@ -284,12 +303,15 @@ impl<S: InboxStore> Consumer<S> {
         }
         self.store.check().await?;
         self.dead_letters.check(&self.name).await?;
+        if let Some(room) = &self.room {
+            room.check().await?;
+        }
         let copies: Vec<String> = rung_names(&request)
             .chain(&request.dead_letters)
             .cloned()
             .collect();
         let sampling = self.sampling(&request);
-        let mut subscription = self.subscriber.subscribe(request).await?;
+        let subscription = self.subscriber.subscribe(request).await?;
         // Copies may go through another publisher than the broker subscribed to, and must come back.
         self.publisher.check(&copies).await?;
         info!(consumer = self.name, sources = ?self.sources, "consumer started");
@@ -300,9 +322,10 @@ impl<S: InboxStore> Consumer<S> {
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
         let processor = Arc::new(self.into_processor(handler));
+        let mut intake = Intake::new(subscription, processor.copies.room.clone());
         let mut work = Work::new(processor.clone(), stopped);
         let ended = tokio::select! {
-            result = work.run(&mut *subscription) => result,
+            result = work.run(&mut intake) => result,
             () = clean_up(&processor) => Ok(()),
             () = sampling => Ok(()),
             () = shutdown => Ok(()),
@@ -315,7 +338,7 @@ impl<S: InboxStore> Consumer<S> {
             processor.forget_what_was_cut_off().await;
         }
         let left = deadline.saturating_sub(stopping.elapsed());
-        let closed = subscription.close(left.max(Duration::from_secs(1))).await;
+        let closed = intake.close(left.max(Duration::from_secs(1))).await;
         if let Err(error) = &closed {
             warn!(consumer = name, %error, "subscription was not closed cleanly");
         }
@@ -327,6 +350,16 @@ impl<S: InboxStore> Consumer<S> {
         let homes = Homes::new(&self.sources, &self.rungs());
         let mut config = self.config;
         config.concurrency = config.concurrency.min(self.store.concurrency_max());
+        let room = self.room.map(|store| {
+            let (clock, condition) = (self.clock.clone(), self.condition.clone());
+            Room::new(
+                store,
+                self.name.clone(),
+                clock,
+                condition,
+                config.waiting_lease,
+            )
+        });
         Processor {
             homes,
             inbox: Inbox {
@@ -341,6 +374,7 @@ impl<S: InboxStore> Consumer<S> {
                 ladder: self.ladder,
                 dead_letters: self.dead_letters,
                 publisher: self.publisher,
+                room,
                 clock: self.clock.clone(),
             },
             config,
@@ -349,6 +383,24 @@ impl<S: InboxStore> Consumer<S> {
             condition: self.condition,
             memory: Memory::new(),
         }
+    }
+
+    /// Refuses a ladder whose messages have nowhere to wait, or whose order the broker undoes.
+    fn can_wait(&self) -> Result<()> {
+        if self.ladder.needs_room() && self.room.is_none() {
+            let limit = "set (with_waiting_room) for a ladder that is stored, by key or in place";
+            return Err(Error::configuration("waiting_room", limit, "none"));
+        }
+        let mixed = |source: &&String| !self.subscriber.key_affinity(source);
+        if self.ladder.needs_affinity()
+            && let Some(source) = self.sources.iter().find(mixed)
+        {
+            let limit =
+                "one without order, where messages of one key may go to several members at a time";
+            let value = format!("by key or in place, on source {source}");
+            return Err(Error::configuration("ladder mode", limit, value));
+        }
+        Ok(())
     }
 
     /// Samples the gauges, or nothing; does not end.
@@ -444,6 +496,13 @@ async fn clean_up<S: InboxStore, F>(processor: &Processor<S, F>) {
             Ok(_) => {}
             Err(error) => {
                 warn!(consumer = processor.inbox.consumer, %error, "inbox was not cleaned up")
+            }
+        }
+        if let Some(room) = &processor.copies.room {
+            let (consumer, age) = (&processor.inbox.consumer, processor.config.inbox_retention);
+            let cleaned = room.store.clean_up(consumer, age, CLEAN_UP_ROWS_MAX).await;
+            if let Err(error) = cleaned {
+                warn!(consumer, %error, "waiting room was not cleaned up");
             }
         }
         processor.clock.sleep(CLEAN_UP_PAUSE).await;

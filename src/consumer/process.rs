@@ -25,6 +25,7 @@ use super::copies::Copies;
 use super::form::Form;
 use super::health::Condition;
 use super::job::{Homes, Job, Lot};
+use super::lines::Admitted;
 use super::outcome::Failure;
 use super::routes::Routes;
 use super::suspects::{Memory, Standing};
@@ -45,8 +46,10 @@ pub struct ConsumerCounts {
     pub handled: AtomicU64,
     /// Acknowledged because their effect was there already.
     pub duplicates: AtomicU64,
-    /// Sent to a rung.
+    /// Failed, and to be tried again: on a rung, or where else the ladder lets them wait.
     pub retried: AtomicU64,
+    /// Put behind a message of their key that waits, without an attempt.
+    pub behind: AtomicU64,
     /// Made a dead letter.
     pub dead: AtomicU64,
     /// Failed, and recorded without their effect because their [route](super::Route) says so.
@@ -99,7 +102,12 @@ where
 {
     /// Works to the settlement of each, and returns those that are to be handled again, alone. What is no longer ours is left
     /// unsettled, and so is everything at a stop: then it is delivered again.
-    pub(super) async fn process(&self, mut jobs: Vec<Job>, mut leave: Leave) -> Vec<Job> {
+    pub(super) async fn process(&self, jobs: Vec<Job>, mut leave: Leave) -> Vec<Job> {
+        let mut jobs = match self.admit(jobs, &mut leave).await {
+            Admitted::Now(jobs) => jobs,
+            Admitted::Alone(jobs) => return jobs,
+            Admitted::None => return Vec::new(),
+        };
         for job in &jobs {
             let story = &job.message.incoming.story;
             tell_lateness(&self.inbox.consumer, story, || self.clock.now());
@@ -160,6 +168,10 @@ where
 
     async fn one(&self, mut job: Job, leave: &mut Leave) -> Vec<Job> {
         match job.lot {
+            _ if job.ticket.is_some_and(|ticket| ticket.parked) => {
+                let step = self.copies.park(&job);
+                return self.carry_out(step, job, leave).await;
+            }
             Lot::Work => return self.attempts(job, leave).await,
             Lot::Foreign => {
                 debug!(
@@ -171,7 +183,7 @@ where
             Lot::Unkeyed => {
                 let failure = Failure::new("the message has no usable id");
                 let ask = Ask::Never(Some(Reason::new(Reason::MISSING_ID)));
-                self.fail(job, &failure, ask, leave).await;
+                return self.fail(job, &failure, ask, leave).await;
             }
             Lot::Suspect => match self.patiently(&job, leave, || self.standing(&job)).await {
                 Some(Standing::Free) => {
@@ -269,15 +281,25 @@ where
     }
 
     /// Puts the copy where the ladder says, and only after its confirm acknowledges the original. While the copy is not
-    /// confirmed nothing is acknowledged, and the message's key waits.
-    pub(super) async fn fail(&self, job: Job, failure: &Failure, ask: Ask, leave: &mut Leave) {
+    /// confirmed nothing is acknowledged, and the message's key waits. Returns the message if it is to be handled again.
+    pub(super) async fn fail(
+        &self,
+        job: Job,
+        failure: &Failure,
+        ask: Ask,
+        leave: &mut Leave,
+    ) -> Vec<Job> {
         leave.ended(true);
-        let mut step = self.copies.step(&job, failure, ask);
+        let step = self.copies.step(&job, failure, ask);
         // The start of an attempt that was a crash stays. If the acknowledgement is lost, in the next crash of another message
         // for example, the delivery comes again: then it is known, and not tried once more.
         if failure.class() != Failure::CRASH && !self.end(&job, leave).await {
-            return;
+            return Vec::new();
         }
+        self.carry_out(step, job, leave).await
+    }
+
+    async fn carry_out(&self, mut step: Step, mut job: Job, leave: &mut Leave) -> Vec<Job> {
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         // As long as it lives, the probe tells that this message waits for its copy to be taken.
         let mut _waiting = None;
@@ -286,8 +308,13 @@ where
                 Ok(()) => {
                     self.copies.tell(&step, &job);
                     let became = match step {
-                        Step::Climb { .. } => Became::Retried,
+                        Step::Climb { .. } | Step::Wait { .. } => Became::Retried,
                         Step::Bury { story } => Became::Dead(story.reason),
+                        Step::Stay { delay, story } => {
+                            self.counts.retried.fetch_add(1, Ordering::Relaxed);
+                            job.stay(story, delay);
+                            return vec![job];
+                        }
                     };
                     self.acknowledge(job, became).await;
                     break;
@@ -318,14 +345,18 @@ where
                 break;
             }
         }
+        Vec::new()
     }
 
-    async fn put_off(&self, job: Job) {
+    pub(super) async fn put_off(&self, job: Job) {
         warn!(
             consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
             "message is in work elsewhere, in a transaction that does not end; it is put off"
         );
         handled(&Span::current(), "put off", false);
+        if self.copies.put_off(&job, BUSY_DELAY).await {
+            return self.settle(job.receipt, Settlement::Acknowledge).await;
+        }
         self.memory.remember_put_off(&job.message.key);
         let release = Settlement::Release { delay: BUSY_DELAY };
         self.settle(job.receipt, release).await;
@@ -349,13 +380,18 @@ where
             Became::Handled => &self.counts.handled,
             Became::Duplicate => &self.counts.duplicates,
             Became::Retried => &self.counts.retried,
+            Became::Behind => &self.counts.behind,
             Became::Dead(_) => &self.counts.dead,
             Became::Skipped(_) => &self.counts.skipped,
         };
         count.fetch_add(1, Ordering::Relaxed);
         let message = &job.message.incoming.message;
         tell_end(&self.inbox.consumer, message, &became, || self.clock.now());
+        let note = job.note();
         self.settle(job.receipt, Settlement::Acknowledge).await;
+        if let Some(note) = note {
+            self.forget(note).await;
+        }
     }
 
     async fn settle(&self, receipt: Box<dyn Receipt>, settlement: Settlement) {

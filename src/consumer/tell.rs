@@ -18,6 +18,8 @@ pub(super) enum Became {
     Handled,
     Duplicate,
     Retried,
+    /// It waits behind others of its key.
+    Behind,
     Dead(Option<Reason>),
     /// Failed with this class, and recorded without its effect.
     Skipped(String),
@@ -36,6 +38,7 @@ impl Became {
             Self::Handled => "handled",
             Self::Duplicate => "duplicate",
             Self::Retried => "retried",
+            Self::Behind => "behind",
             Self::Dead(_) => "dead",
             Self::Skipped(_) => "skipped",
         }
@@ -129,6 +132,6 @@ pub(super) fn tell_end(
             let labels = [consumer, Value::Reason(class)];
             event::count(&event::CONSUMER_SKIPPED, &labels, 1);
         }
-        Became::Handled | Became::Duplicate | Became::Retried => {}
+        Became::Handled | Became::Duplicate | Became::Retried | Became::Behind => {}
     }
 }

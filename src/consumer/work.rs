@@ -10,15 +10,16 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::MissedTickBehavior;
 use tracing::{debug, info, warn};
 
-use crate::broker::{Delivery, Subscription};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::InboxStore;
 
 use super::RECEIVE_PAUSE;
 use super::form::Form;
 use super::guard::{Gate, Watch};
+use super::intake::Intake;
 use super::job::Job;
 use super::process::{Leave, Processor, Verdict};
+use super::room::Arrival;
 use super::schedule::{Company, Picked, Schedule, Slot};
 
 /// The longest that the loop waits before it makes a turn.
@@ -76,7 +77,7 @@ where
     }
 
     /// Takes deliveries and starts handlers. Returns only with an error.
-    pub(super) async fn run(&mut self, subscription: &mut dyn Subscription) -> Result<()> {
+    pub(super) async fn run(&mut self, intake: &mut Intake) -> Result<()> {
         let places = self.places.clone();
         let condition = self.processor.condition.clone();
         let pulse = condition
@@ -93,7 +94,7 @@ where
             tokio::select! {
                 // A turn now and then shows that the loop lives.
                 _ = ticks.tick() => {
-                    condition.subscription(&subscription.health());
+                    condition.subscription(&intake.health());
                     self.drop_what_is_gone();
                 }
                 Some(verdict) = self.verdicts.1.recv() => self.judge(&verdict),
@@ -101,8 +102,8 @@ where
                 // Something ready found no place; one that is given up need not have ended.
                 _ = places.acquire_many(places_wanted), if may_start => {}
                 () = &mut self.pause, if gate == Gate::Paused => self.guard.resume(),
-                received = subscription.receive(room.max(1)), if room > 0 => match received {
-                    Ok(deliveries) => self.take(deliveries),
+                received = intake.receive(room.max(1)), if room > 0 => match received {
+                    Ok(arrivals) => self.take(arrivals),
                     Err(error) if error.is_transient() => {
                         warn!(consumer = self.name(), %error, "broker in trouble");
                         tokio::time::sleep(RECEIVE_PAUSE).await;
@@ -153,21 +154,25 @@ where
         }
     }
 
-    fn take(&mut self, deliveries: Vec<Delivery>) {
+    fn take(&mut self, arrivals: Vec<Arrival>) {
         let Processor {
             inbox,
             homes,
             config,
             ..
         } = &*self.processor;
-        for delivery in deliveries {
+        let in_place = self.processor.copies.ladder.is_in_place();
+        for arrival in arrivals {
             let mut job = Job::of(
-                delivery,
+                arrival,
                 &inbox.consumer,
                 homes,
                 &config.inbox_key,
                 config.missing_id,
             );
+            if in_place {
+                job = job.in_lane();
+            }
             self.processor.recognise(&mut job);
             self.waiting_bytes += job.bytes();
             self.bytes_seen = self.bytes_seen.max(job.bytes());

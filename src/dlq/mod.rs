@@ -46,6 +46,17 @@ pub(crate) struct Refused {
     pub(crate) for_good: bool,
 }
 
+impl Refused {
+    /// What the waiting room did not take.
+    pub(crate) fn by_room(error: Error) -> Self {
+        Self {
+            place: "waiting room".to_owned(),
+            error,
+            for_good: false,
+        }
+    }
+}
+
 impl fmt::Debug for DeadLetters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sinks: Vec<&str> = self.sinks.iter().map(|sink| &*sink.name).collect();

@@ -1,7 +1,7 @@
 //! The store contracts, and one adapter per database.
 //!
 //! Typed where the user's transaction passes ([`Enqueue`], [`InboxStore`]); object-safe where only relaybox's own
-//! statements run ([`OutboxStore`], [`OutboxAdmin`], [`DeadLetterStore`], [`RedriveStore`]).
+//! statements run ([`OutboxStore`], [`OutboxAdmin`], [`DeadLetterStore`], [`RedriveStore`], [`WaitingStore`]).
 
 mod admin;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
@@ -18,6 +18,7 @@ mod redrive;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod transaction;
 mod version;
+mod waiting;
 mod wake_up;
 
 pub use admin::{
@@ -42,6 +43,10 @@ pub use transaction::StoreTransaction;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 use transaction::kind_in_chain;
 pub use version::{AGGREGATE_BYTES_MAX, Advanced, VersionStore};
+pub use waiting::{
+    Claim, Claimed, Claims, Finished, Line, Noted, ReleaseAs, Waiting, WaitingEntry, WaitingState,
+    WaitingStore,
+};
 pub use wake_up::{WakeUp, WakeUps};
 
 #[cfg(feature = "postgres")]

@@ -37,7 +37,6 @@ impl<DB: Database> StoreTransaction<DB> {
     }
 
     /// Commits by the driver's own statement.
-    #[cfg(feature = "sqlite")]
     pub(crate) async fn commit(mut self) -> Result<(), sqlx::Error> {
         DB::TransactionManager::commit(&mut self.connection).await?;
         self.clean = self.levels() == 0;

@@ -30,4 +30,5 @@ mod strangers;
 mod support;
 mod suspects;
 mod versions;
+mod waiting;
 mod waking;

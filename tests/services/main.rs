@@ -31,4 +31,5 @@ mod relay_process;
 mod relay_trouble;
 mod restored;
 mod versions;
+mod waiting;
 mod workload;

@@ -12,6 +12,7 @@ mod parking;
 mod redrive;
 mod relays;
 mod versions;
+mod waiting;
 
 pub use admin::*;
 pub use aside::*;
@@ -23,6 +24,7 @@ pub use parking::*;
 pub use redrive::*;
 pub use relays::*;
 pub use versions::*;
+pub use waiting::*;
 
 use std::future::Future;
 use std::time::Duration;
@@ -227,6 +229,14 @@ macro_rules! store_contract {
             a_message_sent_again_is_found_each_time,
             history_goes_by_age_and_nothing_else_does,
             checks_pass_on_migrated_tables,
+            what_waits_keeps_every_byte_and_its_story,
+            nothing_is_claimed_before_its_time_and_the_next_time_is_told,
+            a_row_is_one_holders_until_its_lease_ends_and_then_it_is_told_so,
+            a_message_that_fails_again_keeps_its_place_and_voids_its_claim,
+            a_follower_and_the_end_of_its_head_never_miss_each_other,
+            notes_are_recalled_with_what_is_left_of_the_wait_and_cleaned_up,
+            the_room_does_as_a_simple_model_says,
+            a_held_line_is_listed_and_counted,
         );
     };
 }

@@ -26,6 +26,7 @@ mod shares;
 mod sql;
 mod statement;
 mod versions;
+mod waiting;
 mod wake_up;
 
 use std::fmt;

@@ -4,6 +4,7 @@ mod admin;
 mod history;
 mod page;
 mod redrive;
+mod waiting;
 
 use std::sync::Arc;
 
@@ -17,6 +18,7 @@ use self::history::keep;
 pub(super) use self::history::{HistorySql, PARTITIONS};
 use self::page::{BLOCKED, drain, page, plain_page};
 use self::redrive::{RedriveSql, put};
+use self::waiting::WaitingSql;
 use super::wake_up::{OPEN_MAX, channel};
 
 /// Columns of a message, in the order in which rows are read.
@@ -93,6 +95,7 @@ pub(super) struct Sql {
     pub admin: AdminSql,
     pub history: HistorySql,
     pub redrive: RedriveSql,
+    pub waiting: WaitingSql,
 }
 
 impl Sql {
@@ -402,6 +405,7 @@ impl Sql {
             admin: AdminSql::new(t),
             history: HistorySql::new(t),
             redrive: RedriveSql::new(t),
+            waiting: WaitingSql::new(t),
         }
     }
 }

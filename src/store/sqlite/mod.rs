@@ -15,6 +15,7 @@ mod reader;
 mod redrive;
 mod sql;
 mod versions;
+mod waiting;
 
 use std::fmt;
 use std::path::Path;

@@ -1,6 +1,7 @@
 //! Every statement, built once from the validated prefix.
 
 mod redrive;
+mod waiting;
 
 use std::sync::Arc;
 
@@ -8,6 +9,7 @@ use sqlx::migrate::{Migration, MigrationType, Migrator};
 use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
 use self::redrive::RedriveSql;
+use self::waiting::WaitingSql;
 use crate::store::Prefix;
 
 /// Columns of a message, in the order in which rows are read.
@@ -75,6 +77,7 @@ pub(super) struct Sql {
     pub remove: SqlStr,
     pub admin: AdminSql,
     pub redrive: RedriveSql,
+    pub waiting: WaitingSql,
 }
 
 impl Sql {
@@ -323,6 +326,7 @@ impl Sql {
             remove: safe(format!("DELETE FROM {t}dead_letter WHERE position = ?1")),
             admin: AdminSql::new(t),
             redrive: RedriveSql::new(t),
+            waiting: WaitingSql::new(t),
         }
     }
 

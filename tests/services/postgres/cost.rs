@@ -73,3 +73,51 @@ async fn what_is_ahead_of_a_row_is_found_along_its_own_line() {
     let entries = entries_read(&h).await;
     assert!(entries < 100_000, "{entries} index entries read");
 }
+
+/// What is not due and what stands behind others is in nobody's way, whatever the planner knew when it planned.
+#[tokio::test]
+async fn what_waits_for_its_time_or_its_turn_is_not_read_by_a_claim() {
+    use relaybox::store::WaitingStore;
+
+    let h = Postgres::start().await;
+    let room: &dyn WaitingStore = &h.store;
+    let hour = std::time::Duration::from_secs(3_600);
+    assert!(room.claim("c", 10, hour).await.unwrap().rows.is_empty());
+    let fill = |state: &str, line: &str, due: &str, count: u32| {
+        let sql = format!(
+            "INSERT INTO relaybox_waiting (consumer, identity, line, state, source, due_at, visible_at, \
+                redrive_count, retry_count, message_id, destination, event_type, size, occurred_at) \
+             SELECT 'c', decode(md5('{state}' || n), 'hex'), {line}, '{state}', 's', {due}, {due}, 0, 1, n::text, \
+                's', 'T', 1, now() \
+             FROM generate_series(1, {count}) n"
+        );
+        async {
+            let sql = sqlx::raw_sql(AssertSqlSafe(sql));
+            h.pool().execute(sql).await.unwrap();
+        }
+    };
+    fill("due", "decode(md5('k'), 'hex')", "now()", 1).await;
+    fill("behind", "decode(md5('k'), 'hex')", "NULL", 100_000).await;
+    let later = "INSERT INTO relaybox_waiting (consumer, identity, state, source, due_at, visible_at, redrive_count, \
+            retry_count, message_id, destination, event_type, size, occurred_at) \
+         SELECT 'c', decode(md5('later' || n), 'hex'), 'due', 's', now() + interval '1 hour', \
+            now() + interval '1 hour', 0, 1, n::text, 's', 'T', 1, now() FROM generate_series(1, 100000) n";
+    h.pool().execute(later).await.unwrap();
+    let read = || async {
+        h.terminate_others().await;
+        h.number(
+            "SELECT sum(idx_tup_read + coalesce((SELECT seq_tup_read FROM pg_stat_user_tables t WHERE t.relid = i.relid), 0))::bigint \
+             FROM pg_stat_user_indexes i WHERE relname = 'relaybox_waiting'",
+        )
+        .await
+    };
+    let before = read().await;
+    for _ in 0..20 {
+        let claims = room.claim("c", 10, hour).await.unwrap();
+        assert_eq!(claims.rows.len(), 1);
+        let finished = room.finish(claims.rows[0].claim).await.unwrap();
+        assert!(finished.held && finished.promoted);
+    }
+    let entries = read().await - before;
+    assert!(entries < 5_000, "{entries} entries read");
+}

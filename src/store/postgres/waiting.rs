@@ -1,0 +1,626 @@
+//! The waiting room. Its statements run on the relay's connections: none of those that handlers use, and with the planner
+//! settings and the isolation level that they stand on.
+
+use std::future::Future;
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, FutureExt};
+use sqlx::pool::PoolConnection;
+use sqlx::postgres::{PgArguments, PgRow};
+use sqlx::query::Query;
+use sqlx::{PgConnection, Postgres, Row};
+use time::OffsetDateTime;
+
+use super::{
+    ACQUIRE_TIMEOUT, PostgresStore, STATEMENT_TIMEOUT, bounded, error, micros, read_message, size,
+};
+use crate::envelope::Outgoing;
+use crate::error::Result;
+use crate::message::MessageId;
+use crate::store::header_codec::{self, without_nul};
+use crate::store::{
+    Claim, Claimed, Claims, Finished, Line, Noted, ReleaseAs, StoreTransaction, Waiting,
+    WaitingEntry, WaitingState, WaitingStore,
+};
+use crate::story::{Origin, Reason, Story};
+
+type Bound<'q> = Query<'q, Postgres, PgArguments>;
+
+/// Binds the parameters 1 to 13.
+fn bound<'q>(
+    query: Bound<'q>,
+    consumer: &'q str,
+    identity: [u8; 16],
+    delay: Duration,
+    story: &'q Story,
+) -> Bound<'q> {
+    let text = |text: &'q Option<String>| text.as_deref().map(without_nul);
+    let origin = story.origin.as_ref();
+    query
+        .bind(consumer)
+        .bind(identity.to_vec())
+        .bind(micros(delay))
+        .bind(i64::from(story.redrive_count))
+        .bind(story.reason.as_ref().map(Reason::as_str))
+        .bind(i64::from(story.retry_count))
+        .bind(story.first_failed_at)
+        .bind(story.last_failed_at)
+        .bind(text(&story.last_error))
+        .bind(origin.map(|origin| without_nul(&origin.topic)))
+        .bind(origin.and_then(|origin| text(&origin.partition)))
+        .bind(origin.and_then(|origin| text(&origin.offset)))
+        .bind(text(&story.consumer))
+}
+
+/// Binds the parameters 14 to 25.
+fn with_message<'q>(query: Bound<'q>, waiting: &'q Waiting, line: Option<Line>) -> Bound<'q> {
+    let message = &waiting.letter.message;
+    query
+        .bind(line.map(|line| line.as_bytes().to_vec()))
+        .bind(without_nul(&waiting.source))
+        .bind(without_nul(message.id.as_str()))
+        .bind(without_nul(&message.destination))
+        .bind(message.key.as_deref())
+        .bind(without_nul(&message.event_type))
+        .bind(message.content_type.as_deref().map(without_nul))
+        .bind(header_codec::encode(message))
+        .bind(message.payload.as_deref())
+        .bind(message.version)
+        .bind(message.occurred_at)
+        .bind(size(message))
+}
+
+/// Reads the columns of a story, of which the first has number `first`.
+fn read_story(row: &PgRow, first: usize) -> Result<Story, sqlx::Error> {
+    let count = |count: i64| u32::try_from(count).unwrap_or(u32::MAX);
+    let reason: Option<&str> = row.try_get(first + 1)?;
+    let topic: Option<String> = row.try_get(first + 6)?;
+    let (partition, offset) = (row.try_get(first + 7)?, row.try_get(first + 8)?);
+    Ok(Story {
+        origin: topic.map(|topic| Origin {
+            topic,
+            partition,
+            offset,
+        }),
+        consumer: row.try_get(first + 9)?,
+        retry_count: count(row.try_get(first + 2)?),
+        first_failed_at: row.try_get(first + 3)?,
+        last_failed_at: row.try_get(first + 4)?,
+        last_error: row.try_get(first + 5)?,
+        reason: reason.map(Reason::new),
+        redrive_count: count(row.try_get(first)?),
+        ..Story::default()
+    })
+}
+
+fn duration(micros: i64) -> Duration {
+    Duration::from_micros(u64::try_from(micros).unwrap_or(0))
+}
+
+fn read_claimed(row: &PgRow, position: i64) -> Result<Claimed> {
+    let message = read_message(row, 6)?;
+    let columns = || -> Result<Claimed, sqlx::Error> {
+        let late: Option<i64> = row.try_get(5)?;
+        Ok(Claimed {
+            claim: Claim {
+                position,
+                token: row.try_get(1)?,
+            },
+            source: row.try_get(2)?,
+            letter: Outgoing {
+                message,
+                story: read_story(row, 15)?,
+            },
+            parked: row.try_get(3)?,
+            again: row.try_get(4)?,
+            late: duration(late.unwrap_or_default()),
+        })
+    };
+    columns().map_err(|e| error::of_statement("claim", e))
+}
+
+fn read_entry(row: &PgRow) -> Result<WaitingEntry, sqlx::Error> {
+    let (state, id): (&str, String) = (row.try_get(1)?, row.try_get(4)?);
+    let retries: i64 = row.try_get(5)?;
+    Ok(WaitingEntry::new(
+        row.try_get(0)?,
+        WaitingState::read(state),
+        row.try_get(2)?,
+        row.try_get(3)?,
+        MessageId::new(id),
+        u32::try_from(retries).unwrap_or(u32::MAX),
+        row.try_get(6)?,
+        row.try_get::<Option<OffsetDateTime>, _>(7)?,
+        row.try_get(8)?,
+    ))
+}
+
+fn both(claims: &[Claim]) -> (Vec<i64>, Vec<i64>) {
+    claims
+        .iter()
+        .map(|claim| (claim.position, claim.token))
+        .unzip()
+}
+
+/// A connection that is closed, and not returned to its pool, unless its last statement was answered.
+struct Borrowed {
+    connection: PoolConnection<Postgres>,
+    answered: bool,
+}
+
+impl Borrowed {
+    /// Runs a statement; how many rows it changed.
+    async fn execute(mut self, query: Bound<'_>) -> Result<u64, sqlx::Error> {
+        let done = query.execute(&mut *self.connection).await?;
+        self.answered = true;
+        Ok(done.rows_affected())
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.connection.close_on_drop();
+        }
+    }
+}
+
+impl PostgresStore {
+    /// Runs work of the waiting room, at most for as long as a statement may take.
+    async fn in_room<T>(
+        &self,
+        operation: &'static str,
+        work: impl Future<Output = Result<T, sqlx::Error>> + Send,
+    ) -> Result<T> {
+        let answer = tokio::time::timeout(STATEMENT_TIMEOUT, work).await;
+        let pool = self.relay_pool();
+        let answer = answer.map_err(|_| error::of_silence(operation, pool, STATEMENT_TIMEOUT))?;
+        answer.map_err(|e| error::of_pool(operation, pool, e))
+    }
+
+    async fn borrow(&self) -> Result<Borrowed, sqlx::Error> {
+        Ok(Borrowed {
+            connection: self.relay_pool().acquire().await?,
+            answered: false,
+        })
+    }
+
+    async fn room_transaction(&self) -> Result<StoreTransaction<Postgres>, sqlx::Error> {
+        StoreTransaction::begin(self.relay_pool().acquire().await?, None).await
+    }
+
+    /// Locks the last of a line, so that it does not end unseen. Whether there is one.
+    async fn lock_last(
+        &self,
+        connection: &mut PgConnection,
+        consumer: &str,
+        line: Line,
+    ) -> Result<Option<i64>, sqlx::Error> {
+        sqlx::query_scalar(self.sql.waiting.lock_last.clone())
+            .bind(consumer)
+            .bind(line.as_bytes().to_vec())
+            .fetch_optional(connection)
+            .await
+    }
+
+    /// Makes the first of a line behind `position` due.
+    async fn promote(
+        &self,
+        connection: &mut PgConnection,
+        consumer: &str,
+        line: &[u8],
+        position: i64,
+        park_to: Option<i64>,
+    ) -> Result<bool, sqlx::Error> {
+        let promoted = sqlx::query(self.sql.waiting.promote.clone())
+            .bind(consumer)
+            .bind(line)
+            .bind(position)
+            .bind(park_to)
+            .execute(connection)
+            .await?;
+        Ok(promoted.rows_affected() > 0)
+    }
+
+    async fn put_in_line(
+        &self,
+        consumer: &str,
+        waiting: &Waiting,
+        line: Line,
+        delay: Duration,
+    ) -> Result<(), sqlx::Error> {
+        let (sql, identity) = (&self.sql.waiting, waiting.identity());
+        let story = &waiting.letter.story;
+        // One that fails again, which is more often, needs no more than this.
+        let replace = sqlx::query(sql.replace.clone());
+        let replace = bound(replace, consumer, identity, delay, story);
+        if self.borrow().await?.execute(replace).await? > 0 {
+            return Ok(());
+        }
+        let mut transaction = self.room_transaction().await?;
+        let last = self
+            .lock_last(transaction.connection(), consumer, line)
+            .await?;
+        let insert = match last {
+            Some(_) => &sql.insert_behind,
+            None => &sql.insert,
+        };
+        let insert = bound(
+            sqlx::query(insert.clone()),
+            consumer,
+            identity,
+            delay,
+            story,
+        );
+        with_message(insert, waiting, Some(line))
+            .execute(transaction.connection())
+            .await?;
+        transaction.commit().await
+    }
+}
+
+impl WaitingStore for PostgresStore {
+    fn check(&self) -> BoxFuture<'_, Result<()>> {
+        async move {
+            let query = sqlx::query(self.sql.waiting.check.clone());
+            let pool = self.relay_pool();
+            bounded(pool, "check waiting room", ACQUIRE_TIMEOUT, |c| {
+                query.execute(c).boxed()
+            })
+            .await?;
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn put<'a>(
+        &'a self,
+        consumer: &'a str,
+        waiting: &'a Waiting,
+        in_line: bool,
+        delay: Duration,
+    ) -> BoxFuture<'a, Result<()>> {
+        let put = async move {
+            if let Some(line) = waiting.line().filter(|_| in_line) {
+                return self.put_in_line(consumer, waiting, line, delay).await;
+            }
+            let story = &waiting.letter.story;
+            let insert = sqlx::query(self.sql.waiting.insert.clone());
+            let insert = bound(insert, consumer, waiting.identity(), delay, story);
+            let insert = with_message(insert, waiting, None);
+            self.borrow().await?.execute(insert).await.map(drop)
+        };
+        self.in_room("put waiting", put).boxed()
+    }
+
+    fn occupied<'a>(
+        &'a self,
+        consumer: &'a str,
+        lines: &'a [Line],
+    ) -> BoxFuture<'a, Result<Vec<Line>>> {
+        async move {
+            let wanted: Vec<Vec<u8>> = lines.iter().map(|line| line.as_bytes().to_vec()).collect();
+            let query = sqlx::query_scalar(self.sql.waiting.occupied.clone())
+                .bind(consumer.to_owned())
+                .bind(wanted);
+            let found: Vec<Vec<u8>> = self
+                .relayed("ask the waiting room", |c| query.fetch_all(c).boxed())
+                .await?;
+            Ok(found
+                .iter()
+                .filter_map(|line| Line::from_bytes(line))
+                .collect())
+        }
+        .boxed()
+    }
+
+    fn follow<'a>(
+        &'a self,
+        consumer: &'a str,
+        waiting: &'a Waiting,
+    ) -> BoxFuture<'a, Result<bool>> {
+        let follow = async move {
+            let Some(line) = waiting.line() else {
+                return Ok(false);
+            };
+            let mut transaction = self.room_transaction().await?;
+            let connection = transaction.connection();
+            if self.lock_last(connection, consumer, line).await?.is_none() {
+                transaction.rollback().await?;
+                return Ok(false);
+            }
+            let insert = sqlx::query(self.sql.waiting.insert_behind.clone());
+            let (identity, story) = (waiting.identity(), &waiting.letter.story);
+            let insert = bound(insert, consumer, identity, Duration::ZERO, story);
+            with_message(insert, waiting, Some(line))
+                .execute(transaction.connection())
+                .await?;
+            transaction.commit().await?;
+            Ok(true)
+        };
+        self.in_room("follow", follow).boxed()
+    }
+
+    fn claim<'a>(
+        &'a self,
+        consumer: &'a str,
+        count_max: usize,
+        lease: Duration,
+    ) -> BoxFuture<'a, Result<Claims>> {
+        async move {
+            let query = sqlx::query(self.sql.waiting.claim.clone())
+                .bind(consumer.to_owned())
+                .bind(i64::try_from(count_max).unwrap_or(i64::MAX))
+                .bind(micros(lease));
+            let rows = self
+                .relayed("claim", |c| query.fetch_all(c).boxed())
+                .await?;
+            let failed = |e| error::of_statement("claim", e);
+            let mut claims = Claims::default();
+            for row in &rows {
+                let next: Option<i64> = row.try_get(25).map_err(failed)?;
+                claims.next_in = next.map(duration);
+                if let Some(position) = row.try_get(0).map_err(failed)? {
+                    match read_claimed(row, position) {
+                        Ok(claimed) => claims.rows.push(claimed),
+                        Err(error) => claims.unreadable.push((position, error)),
+                    }
+                }
+            }
+            Ok(claims)
+        }
+        .boxed()
+    }
+
+    fn renew<'a>(
+        &'a self,
+        claims: &'a [Claim],
+        lease: Duration,
+    ) -> BoxFuture<'a, Result<Vec<Claim>>> {
+        async move {
+            let (positions, tokens) = both(claims);
+            let query = sqlx::query_as(self.sql.waiting.renew.clone())
+                .bind(positions)
+                .bind(tokens)
+                .bind(micros(lease));
+            let rows: Vec<(i64, i64)> = self
+                .relayed("renew claims", |c| query.fetch_all(c).boxed())
+                .await?;
+            let claim = |(position, token)| Claim { position, token };
+            Ok(rows.into_iter().map(claim).collect())
+        }
+        .boxed()
+    }
+
+    fn give_back<'a>(&'a self, claims: &'a [Claim], delay: Duration) -> BoxFuture<'a, Result<()>> {
+        async move {
+            let (positions, tokens) = both(claims);
+            let query = sqlx::query(self.sql.waiting.give_back.clone())
+                .bind(positions)
+                .bind(tokens)
+                .bind(micros(delay));
+            self.relayed("give back", |c| query.execute(c).boxed())
+                .await?;
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn finish(&self, claim: Claim) -> BoxFuture<'_, Result<Finished>> {
+        let finish = async move {
+            let mut transaction = self.room_transaction().await?;
+            let gone: Option<(String, Option<Vec<u8>>, Option<i64>)> =
+                sqlx::query_as(self.sql.waiting.finish.clone())
+                    .bind(claim.position)
+                    .bind(claim.token)
+                    .fetch_optional(transaction.connection())
+                    .await?;
+            let mut finished = Finished {
+                held: gone.is_some(),
+                promoted: false,
+            };
+            // A later statement, which sees who came to stand behind while this one waited for the row.
+            if let Some((consumer, Some(line), park_to)) = &gone {
+                let connection = transaction.connection();
+                finished.promoted = self
+                    .promote(connection, consumer, line, claim.position, *park_to)
+                    .await?;
+            }
+            transaction.commit().await?;
+            Ok(finished)
+        };
+        self.in_room("finish", finish).boxed()
+    }
+
+    fn park(&self, claim: Claim) -> BoxFuture<'_, Result<bool>> {
+        async move {
+            let query = sqlx::query(self.sql.waiting.park.clone())
+                .bind(claim.position)
+                .bind(claim.token);
+            let parked = self.relayed("park", |c| query.execute(c).boxed()).await?;
+            Ok(parked.rows_affected() > 0)
+        }
+        .boxed()
+    }
+
+    fn hold<'a>(
+        &'a self,
+        consumer: &'a str,
+        waiting: &'a Waiting,
+        claim: Option<Claim>,
+    ) -> BoxFuture<'a, Result<()>> {
+        let hold = async move {
+            let (sql, story) = (&self.sql.waiting, &waiting.letter.story);
+            let query = match claim {
+                Some(claim) => sqlx::query(sql.hold_claimed.clone())
+                    .bind(claim.position)
+                    .bind(claim.token)
+                    .bind(i64::from(story.retry_count))
+                    .bind(story.last_error.as_deref().map(without_nul))
+                    .bind(story.reason.as_ref().map(Reason::as_str)),
+                None => {
+                    let hold = sqlx::query(sql.hold.clone());
+                    let hold = bound(hold, consumer, waiting.identity(), Duration::ZERO, story);
+                    with_message(hold, waiting, waiting.line())
+                }
+            };
+            self.borrow().await?.execute(query).await.map(drop)
+        };
+        self.in_room("hold", hold).boxed()
+    }
+
+    fn release<'a>(
+        &'a self,
+        consumer: &'a str,
+        line: Line,
+        how: ReleaseAs,
+    ) -> BoxFuture<'a, Result<bool>> {
+        let release = async move {
+            let sql = &self.sql.waiting;
+            let mut transaction = self.room_transaction().await?;
+            // In the order in which a put locks and changes: the last of the line, then its head.
+            let connection = transaction.connection();
+            let last = self.lock_last(connection, consumer, line).await?;
+            let held: Option<i64> = sqlx::query_scalar(sql.held.clone())
+                .bind(consumer)
+                .bind(line.as_bytes().as_slice())
+                .fetch_optional(&mut *connection)
+                .await?;
+            let Some(held) = held else {
+                transaction.rollback().await?;
+                return Ok(false);
+            };
+            let end = match how {
+                ReleaseAs::Retry => &sql.retry,
+                ReleaseAs::Skip | ReleaseAs::Park => &sql.delete,
+            };
+            sqlx::query(end.clone())
+                .bind(held)
+                .execute(&mut *connection)
+                .await?;
+            if how != ReleaseAs::Retry {
+                let park_to = last.filter(|_| how == ReleaseAs::Park);
+                self.promote(connection, consumer, line.as_bytes(), 0, park_to)
+                    .await?;
+            }
+            transaction.commit().await?;
+            Ok(true)
+        };
+        self.in_room("release", release).boxed()
+    }
+
+    fn note<'a>(
+        &'a self,
+        consumer: &'a str,
+        waiting: &'a Waiting,
+        delay: Duration,
+    ) -> BoxFuture<'a, Result<()>> {
+        let note = async move {
+            let (identity, story) = (waiting.note_identity(), &waiting.letter.story);
+            let note = sqlx::query(self.sql.waiting.note.clone());
+            let note = bound(note, consumer, identity, delay, story);
+            let note = with_message(note, waiting, None);
+            self.borrow().await?.execute(note).await.map(drop)
+        };
+        self.in_room("note", note).boxed()
+    }
+
+    fn recall<'a>(
+        &'a self,
+        consumer: &'a str,
+        identities: &'a [[u8; 16]],
+    ) -> BoxFuture<'a, Result<Vec<Noted>>> {
+        async move {
+            let wanted: Vec<Vec<u8>> = identities.iter().map(|one| one.to_vec()).collect();
+            let query = sqlx::query(self.sql.waiting.recall.clone())
+                .bind(consumer.to_owned())
+                .bind(wanted);
+            let rows = self
+                .relayed("recall", |c| query.fetch_all(c).boxed())
+                .await?;
+            let read = |row: &PgRow| -> Result<Noted, sqlx::Error> {
+                let identity: &[u8] = row.try_get(0)?;
+                Ok(Noted {
+                    identity: identity.try_into().unwrap_or_default(),
+                    story: read_story(row, 2)?,
+                    due_in: duration(row.try_get(1)?),
+                })
+            };
+            let read = |row| read(row).map_err(|e| error::of_statement("recall", e));
+            rows.iter().map(read).collect()
+        }
+        .boxed()
+    }
+
+    fn forget<'a>(
+        &'a self,
+        consumer: &'a str,
+        identity: &'a [u8; 16],
+    ) -> BoxFuture<'a, Result<()>> {
+        async move {
+            let query = sqlx::query(self.sql.waiting.forget.clone())
+                .bind(consumer.to_owned())
+                .bind(identity.to_vec());
+            self.relayed("forget note", |c| query.execute(c).boxed())
+                .await?;
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn clean_up<'a>(
+        &'a self,
+        consumer: &'a str,
+        age: Duration,
+        rows_max: usize,
+    ) -> BoxFuture<'a, Result<u64>> {
+        async move {
+            let query = sqlx::query(self.sql.waiting.clean_up.clone())
+                .bind(consumer.to_owned())
+                .bind(micros(age))
+                .bind(i64::try_from(rows_max).unwrap_or(i64::MAX));
+            let deleted = self
+                .relayed("clean up notes", |c| query.execute(c).boxed())
+                .await?;
+            Ok(deleted.rows_affected())
+        }
+        .boxed()
+    }
+
+    fn list<'a>(
+        &'a self,
+        consumer: &'a str,
+        state: Option<WaitingState>,
+        after: i64,
+        count_max: usize,
+    ) -> BoxFuture<'a, Result<Vec<WaitingEntry>>> {
+        async move {
+            let query = sqlx::query(self.sql.waiting.list.clone())
+                .bind(consumer.to_owned())
+                .bind(after)
+                .bind(state.map(WaitingState::as_str))
+                .bind(i64::try_from(count_max).unwrap_or(i64::MAX));
+            let rows = self
+                .relayed("list waiting", |c| query.fetch_all(c).boxed())
+                .await?;
+            let read = |row| read_entry(row).map_err(|e| error::of_statement("list waiting", e));
+            rows.iter().map(read).collect()
+        }
+        .boxed()
+    }
+
+    fn count<'a>(&'a self, consumer: &'a str) -> BoxFuture<'a, Result<Vec<(WaitingState, u64)>>> {
+        async move {
+            let query = sqlx::query_as(self.sql.waiting.count.clone()).bind(consumer.to_owned());
+            let counted: Vec<(String, i64)> = self
+                .relayed("count waiting", |c| query.fetch_all(c).boxed())
+                .await?;
+            let read = |(state, count): (String, i64)| {
+                let state = WaitingState::read(&state)?;
+                Some((state, u64::try_from(count).unwrap_or(0)))
+            };
+            Ok(counted.into_iter().filter_map(read).collect())
+        }
+        .boxed()
+    }
+}
