@@ -1,6 +1,7 @@
 //! The ladder: what comes after a failed attempt. Pure decisions; the consumer carries them out.
 
 mod mode;
+mod read;
 
 use std::time::Duration;
 
@@ -40,6 +41,8 @@ pub struct Ladder {
 /// Most rungs a ladder has.
 const RUNGS_MAX: usize = 32;
 
+/// Longest delay of a rung.
+const DELAY_MAX: Duration = Duration::from_secs(7 * 86_400);
 /// Most attempts a ladder allows.
 const ATTEMPTS_MAX: u32 = 1_000;
 
@@ -182,7 +185,7 @@ impl Ladder {
             ));
         }
         for (at, delay) in self.delays.iter().enumerate() {
-            if delay.is_zero() || *delay > Duration::from_secs(7 * 86_400) {
+            if !is_delay(delay) {
                 return Err(Error::configuration(
                     "ladder delay",
                     "more than zero and at most 7 days",
@@ -278,6 +281,10 @@ pub(crate) fn told_source<'a>(sources: &'a [String], origin: &Origin) -> Option<
     let told = [Some(&origin.topic), origin.partition.as_ref()];
     let mut told = told.into_iter().flatten();
     told.find_map(|name| sources.iter().find(|source| *source == name))
+}
+
+fn is_delay(delay: &Duration) -> bool {
+    !delay.is_zero() && *delay <= DELAY_MAX
 }
 
 /// Fills `{topic}` and `{consumer}` of a name template.

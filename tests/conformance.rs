@@ -168,6 +168,10 @@ impl Subscriber for Worn {
         self.broker.lag(consumer, source)
     }
 
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        self.broker.destinations(prefix)
+    }
+
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         match self.defect {
             Defect::KeepsWhatIsNotThere => Box::pin(async { Ok(Retention::Unbounded) }),

@@ -13,8 +13,8 @@ pub use publisher::{
     Stored,
 };
 pub use subscriber::{
-    Delivery, Receipt, Retention, Rung, Settlement, Subscriber, SubscriberCapabilities,
-    Subscription, SubscriptionRequest, TopologyMode,
+    DESTINATIONS_MAX, Delivery, Receipt, Retention, Rung, Settlement, Subscriber,
+    SubscriberCapabilities, Subscription, SubscriptionRequest, TopologyMode,
 };
 
 /// Both halves of an adapter, for programs that choose the product at run time: an `Arc<dyn Broker>` publishes and

@@ -51,6 +51,17 @@ pub trait Subscriber: Send + Sync + 'static {
     /// # Errors
     /// As [`depth`](Self::depth). What only may not be read is [`Retention::Unknown`].
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>>;
+
+    /// Names that begin with `prefix` of destinations that a subscription could read as rungs, sorted, at most 10,000: so a consumer
+    /// finds rungs of an earlier ladder, in which messages would wait for ever. Nothing, the default, where what waits on a rung
+    /// comes back to its source by itself, whoever subscribes.
+    ///
+    /// # Errors
+    /// As [`depth`](Self::depth).
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        let _ = prefix;
+        Box::pin(async { Ok(Vec::new()) })
+    }
 }
 
 impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
@@ -79,6 +90,10 @@ impl<S: Subscriber + ?Sized> Subscriber for Arc<S> {
 
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         (**self).retention(source)
+    }
+
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        (**self).destinations(prefix)
     }
 }
 
@@ -125,6 +140,9 @@ impl SubscriberCapabilities {
     }
 }
 
+/// Most names that [`Subscriber::destinations`] tells.
+pub const DESTINATIONS_MAX: usize = 10_000;
+
 /// What a consumer asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -135,6 +153,8 @@ pub struct SubscriptionRequest {
     pub sources: Vec<String>,
     /// Where failed ones wait.
     pub rungs: Vec<Rung>,
+    /// Rungs of an earlier ladder that may still hold messages: read as rungs as far as they are there, neither made nor checked.
+    pub earlier_rungs: Vec<Rung>,
     /// Where dead letters go, as far as they go to the broker.
     pub dead_letters: Vec<String>,
     /// Whether rungs and dead letter destination are made.
@@ -150,6 +170,7 @@ impl SubscriptionRequest {
             consumer: consumer.into(),
             sources,
             rungs: Vec::new(),
+            earlier_rungs: Vec::new(),
             dead_letters: Vec::new(),
             topology: TopologyMode::default(),
             in_flight_max: 256,

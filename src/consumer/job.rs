@@ -230,6 +230,17 @@ impl Homes {
         }
     }
 
+    /// Also rungs that the ladder no longer has.
+    pub(super) fn with_earlier(mut self, rungs: &[Rung]) -> Self {
+        for rung in rungs {
+            let source = || rung.source.clone();
+            self.rungs
+                .entry(rung.destination.clone())
+                .or_insert_with(source);
+        }
+        self
+    }
+
     fn is_source(&self, name: &str) -> bool {
         self.sources.iter().any(|source| source == name)
     }

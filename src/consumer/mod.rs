@@ -2,6 +2,7 @@
 
 mod config;
 mod copies;
+mod earlier;
 mod follow;
 mod form;
 mod guard;
@@ -43,6 +44,7 @@ use crate::store::{InboxStore, WaitingStore};
 
 pub(crate) use config::validate_name;
 pub use config::{ConsumerConfig, MissingId};
+pub use earlier::EarlierRung;
 pub use guard::FailureGuard;
 pub use handler::{
     BatchFunction, BatchHandler, Handler, HandlerFn, HandlerFunction, OutsideFunction,
@@ -292,7 +294,7 @@ impl<S: InboxStore> Consumer<S> {
             .validate(self.ladder.duration(), handler.batch_max())?;
         self.config.can_identify(&self.subscriber.capabilities())?;
         self.can_wait()?;
-        let request = self.request();
+        let mut request = self.request();
         no_circle(&request)?;
         if self.store.remembers() {
             let ladder = self.ladder.duration();
@@ -306,6 +308,8 @@ impl<S: InboxStore> Consumer<S> {
         if let Some(room) = &self.room {
             room.check().await?;
         }
+        request.earlier_rungs = self.find_earlier(&request).await;
+        let earlier = request.earlier_rungs.clone();
         let copies: Vec<String> = rung_names(&request)
             .chain(&request.dead_letters)
             .cloned()
@@ -321,7 +325,7 @@ impl<S: InboxStore> Consumer<S> {
         let (stop, stopped) = watch::channel(false);
         let deadline = self.config.shutdown_deadline;
         let name = self.name.clone();
-        let processor = Arc::new(self.into_processor(handler));
+        let processor = Arc::new(self.into_processor(handler, &earlier));
         let mut intake = Intake::new(subscription, processor.copies.room.clone());
         let mut work = Work::new(processor.clone(), stopped);
         let ended = tokio::select! {
@@ -346,8 +350,8 @@ impl<S: InboxStore> Consumer<S> {
         ended
     }
 
-    fn into_processor<F>(self, form: F) -> Processor<S, F> {
-        let homes = Homes::new(&self.sources, &self.rungs());
+    fn into_processor<F>(self, form: F, earlier: &[Rung]) -> Processor<S, F> {
+        let homes = Homes::new(&self.sources, &self.rungs()).with_earlier(earlier);
         let mut config = self.config;
         config.concurrency = config.concurrency.min(self.store.concurrency_max());
         let room = self.room.map(|store| {

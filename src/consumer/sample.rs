@@ -22,7 +22,8 @@ pub(super) fn run(
     interval: Duration,
 ) -> impl Future<Output = ()> + Send + use<> {
     let consumer = request.consumer.clone();
-    let rungs = request.rungs.iter().map(|rung| &rung.destination);
+    let rungs = request.rungs.iter().chain(&request.earlier_rungs);
+    let rungs = rungs.map(|rung| &rung.destination);
     let mut read: Vec<String> = request.sources.iter().chain(rungs).cloned().collect();
     read.sort_unstable();
     read.dedup();

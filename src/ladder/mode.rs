@@ -5,7 +5,7 @@ use std::time::Duration;
 use md5::{Digest, Md5};
 use time::OffsetDateTime;
 
-use super::{Ask, Ladder, Step};
+use super::{Ask, DELAY_MAX, Ladder, Step};
 use crate::backoff::DelayPolicy;
 use crate::clock::unix_micros;
 use crate::error::{Error, Result, within};
@@ -48,8 +48,6 @@ pub(super) struct Grown {
 
 /// Most attempts of a ladder that follows a policy.
 const ATTEMPTS_MAX: u32 = 1_000;
-/// The longest wait anywhere.
-pub(super) const DELAY_MAX: Duration = Duration::from_secs(7 * 86_400);
 /// The longest wait in place: a third of the shortest time after which a broker takes a delivery back by default.
 const IN_PLACE_MAX: Duration = Duration::from_secs(600);
 

@@ -148,6 +148,10 @@ impl<B: Subscriber> Subscriber for TestBroker<B> {
         self.inner.lag(consumer, source)
     }
 
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        self.inner.destinations(prefix)
+    }
+
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         self.inner.retention(source)
     }

@@ -346,7 +346,8 @@ impl Ledger {
         let request = self.request.iter();
         request
             .flat_map(|request| {
-                let rungs = request.rungs.iter().map(|rung| &rung.destination);
+                let rungs = request.rungs.iter().chain(&request.earlier_rungs);
+                let rungs = rungs.map(|rung| &rung.destination);
                 request.sources.iter().chain(rungs)
             })
             .map(String::as_str)

@@ -14,6 +14,7 @@ mod consuming;
 mod dead_heads;
 mod dead_letters;
 mod destinations;
+mod earlier;
 mod failing;
 mod forms;
 mod handlers;

@@ -77,6 +77,10 @@ impl Subscriber for Keeping {
         self.inner.lag(consumer, source)
     }
 
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        self.inner.destinations(prefix)
+    }
+
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         let retention = self.retention;

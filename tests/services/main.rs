@@ -30,6 +30,7 @@ mod rabbitmq_contract;
 mod relay_process;
 mod relay_trouble;
 mod restored;
+mod stranded;
 mod versions;
 mod waiting;
 mod workload;

@@ -14,6 +14,7 @@ use rdkafka::producer::{FutureProducer, Producer};
 use super::config::KafkaConfig;
 use super::context::Context;
 use super::error::{Trouble, mapped};
+use crate::broker::DESTINATIONS_MAX;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A topic as the metadata show it.
@@ -134,6 +135,37 @@ impl Control {
             partitions: topic.partitions().len(),
             replicas: replicas.unwrap_or(0),
         })))
+    }
+
+    /// Names of topics that begin with this.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] naming the brokers tried.
+    pub(super) async fn named(
+        self: &Arc<Self>,
+        operation: &'static str,
+        prefix: String,
+    ) -> Result<Vec<String>> {
+        let control = Arc::clone(self);
+        blocking(operation, move || {
+            let metadata = control
+                .client()
+                .fetch_metadata(None, control.deadline)
+                .map_err(|source| control.unavailable(operation).with_source(source))?;
+            let there = metadata
+                .topics()
+                .iter()
+                .filter(|topic| topic.error().is_none());
+            let named = there.map(|topic| topic.name());
+            let mut named: Vec<String> = named
+                .filter(|name| name.starts_with(&prefix))
+                .map(str::to_owned)
+                .collect();
+            named.sort_unstable();
+            named.truncate(DESTINATIONS_MAX);
+            Ok(named)
+        })
+        .await
     }
 
     /// Checks that every name exists.

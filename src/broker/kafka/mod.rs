@@ -182,6 +182,10 @@ impl Subscriber for Kafka {
         Box::pin(depth::backlog(config, control, Some(consumer), source))
     }
 
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        Box::pin(self.0.control.named("destinations", prefix.to_owned()))
+    }
+
     /// `retention.ms` and `segment.ms` together, because a segment goes as a whole, once its newest record is old enough.
     /// Without a limit of age, or compacted only, a topic keeps messages for ever. Unknown without the right to describe the
     /// topic's configuration.

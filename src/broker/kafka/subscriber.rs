@@ -46,7 +46,8 @@ pub(super) async fn subscribe(
     request: SubscriptionRequest,
 ) -> Result<Box<dyn Subscription>> {
     topology::prepare(config, control, &request).await?;
-    let rungs: HashSet<String> = request.rungs.into_iter().map(|r| r.destination).collect();
+    let rungs = request.rungs.into_iter().chain(request.earlier_rungs);
+    let rungs: HashSet<String> = rungs.map(|rung| rung.destination).collect();
     let topics: HashSet<&str> = request
         .sources
         .iter()

@@ -1,5 +1,6 @@
 //! Consuming from memory.
 
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,8 +11,8 @@ use super::group::{Group, Taken, Ticket};
 use super::log::Topic;
 use super::{MemoryBroker, NAME, Shared, State, error};
 use crate::broker::{
-    Backlog, Delivery, Health, Receipt, Retention, Settlement, Subscriber, SubscriberCapabilities,
-    Subscription, SubscriptionRequest, TopologyMode,
+    Backlog, DESTINATIONS_MAX, Delivery, Health, Receipt, Retention, Settlement, Subscriber,
+    SubscriberCapabilities, Subscription, SubscriptionRequest, TopologyMode,
 };
 use crate::clock::add;
 use crate::error::{Error, Result};
@@ -58,6 +59,10 @@ impl Subscriber for MemoryBroker {
         Box::pin(async move { self.backlog("lag", Some(consumer), source) })
     }
 
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        Box::pin(async move { self.named(prefix) })
+    }
+
     /// Until settled: the log lives as long as the process, and so does each consumer's place in it, which nothing puts back.
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         Box::pin(async move {
@@ -68,6 +73,20 @@ impl Subscriber for MemoryBroker {
 }
 
 impl MemoryBroker {
+    fn named(&self, prefix: &str) -> Result<Vec<String>> {
+        let state = self.shared.lock();
+        if !state.available {
+            return Err(error::down("destinations"));
+        }
+        let from = state
+            .topics
+            .range::<str, _>((Bound::Included(prefix), Bound::Unbounded));
+        let named = from
+            .map(|(name, _)| name)
+            .take_while(|name| name.starts_with(prefix));
+        Ok(named.take(DESTINATIONS_MAX).cloned().collect())
+    }
+
     fn backlog(
         &self,
         operation: &'static str,
@@ -141,7 +160,8 @@ fn join(state: &mut State, request: &SubscriptionRequest) -> u64 {
     } = state;
     let partitions = |topic: &String| topics.get(topic).map_or(0, Topic::partitions);
     let sources = request.sources.iter().map(|source| (source, false));
-    let rungs = request.rungs.iter().map(|rung| (&rung.destination, true));
+    let rungs = request.rungs.iter().chain(&request.earlier_rungs);
+    let rungs = rungs.map(|rung| (&rung.destination, true));
     let asked = sources
         .chain(rungs)
         .map(|(topic, rung)| (topic.clone(), partitions(topic), rung));

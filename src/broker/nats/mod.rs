@@ -216,6 +216,11 @@ impl Subscriber for Nats {
         Box::pin(depth::lag(&self.0.config, &self.0.link, consumer, source))
     }
 
+    /// Of streams that hold one subject and no pattern, as those that are made for rungs.
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        Box::pin(streams::named(&self.0.link, "destinations", prefix))
+    }
+
     /// The stream's `max_age`; without one it keeps messages for ever. A stream with work-queue or interest retention lets go
     /// of what was acknowledged, by all who asked for it.
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {

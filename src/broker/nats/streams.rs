@@ -4,14 +4,16 @@ use std::time::Duration;
 
 use async_nats::jetstream::ErrorCode as Code;
 use async_nats::jetstream::context::{
-    CreateStreamErrorKind, GetStreamByNameErrorKind, GetStreamErrorKind,
+    CreateStreamErrorKind, GetStreamByNameErrorKind, GetStreamErrorKind, StreamsError,
 };
 use async_nats::jetstream::stream::{self, DiscardPolicy};
+use futures_util::{StreamExt, TryStreamExt};
 use tokio::time::timeout;
 
 use super::error::{mapped, not_made};
 use super::link::Link;
 use super::names::{STREAM_RULE, is_stream_name, is_subject};
+use crate::broker::DESTINATIONS_MAX;
 use crate::error::{Error, ErrorKind, Result};
 
 /// File storage without limits, and should somebody set one: it refuses what is new and never drops what it has.
@@ -108,6 +110,36 @@ pub(super) async fn stream_info(
             let detail = format!("stream {name} could not be looked at");
             Err(mapped(ErrorKind::Unavailable, operation, &detail, error))
         }
+    }
+}
+
+/// Subjects that begin with this and have a stream for themselves.
+pub(super) async fn named(
+    link: &Link,
+    operation: &'static str,
+    prefix: &str,
+) -> Result<Vec<String>> {
+    let asked = async {
+        let mut named = Vec::new();
+        let mut streams = link.context.streams().take(DESTINATIONS_MAX);
+        while let Some(info) = streams.try_next().await? {
+            if let [subject] = &info.config.subjects[..]
+                && subject.starts_with(prefix)
+                && is_subject(subject)
+            {
+                named.push(subject.clone());
+            }
+        }
+        named.sort_unstable();
+        Ok::<_, StreamsError>(named)
+    };
+    match timeout(link.answer_deadline, asked).await {
+        Ok(Ok(named)) => Ok(named),
+        Ok(Err(error)) => {
+            let detail = "streams could not be listed";
+            Err(mapped(ErrorKind::Unavailable, operation, detail, error))
+        }
+        Err(_elapsed) => Err(unanswered(link, operation)),
     }
 }
 

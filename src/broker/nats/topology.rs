@@ -156,8 +156,38 @@ pub(super) async fn prepare(
         }
         ensure_consumer(config, link, feed).await?;
     }
+    feeds.extend(earlier(config, link, request, all).await?);
     Ok(feeds)
 }
+
+/// What may still wait on rungs of an earlier ladder. One that somebody else reads is left alone: its name only looks like ours.
+async fn earlier(
+    config: &NatsConfig,
+    link: &Link,
+    request: &SubscriptionRequest,
+    quota: usize,
+) -> Result<Vec<Feed>> {
+    let mut feeds = Vec::new();
+    for rung in &request.earlier_rungs {
+        let destination = &rung.destination;
+        let Some(stream) = stream_by_subject(link, OPERATION, destination).await? else {
+            continue;
+        };
+        let feed = feed_of_rung(&request.consumer, destination, stream, quota);
+        match ensure_consumer(config, link, &feed).await {
+            Ok(()) => feeds.push(feed),
+            Err(error) if error.kind() == ErrorKind::Configuration => {
+                tracing::warn!(
+                    destination, %error,
+                    "what may be a rung of an earlier ladder is not this consumer's, and is left alone"
+                );
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(feeds)
+}
+
 /// The streams of the sources.
 async fn sources(
     link: &Link,

@@ -28,7 +28,7 @@ use tempfile::TempDir;
 use crate::end_to_end::broker::{self, Place, Product};
 
 #[path = "../../fragile_process/place.rs"]
-mod place;
+pub mod place;
 
 /// Longest wait for anything that must happen; only a failing test waits that long.
 const DEADLINE: Duration = Duration::from_secs(180);
