@@ -22,6 +22,7 @@ mod fragile;
 mod held_keys;
 mod kafka;
 mod kafka_contract;
+mod losses;
 mod nats;
 mod nats_contract;
 mod postgres;
