@@ -39,7 +39,7 @@ async fn note(seen: &Seen, incoming: &Incoming) -> Outcome {
 
 struct Scene {
     broker: Arc<dyn Broker>,
-    product: Product,
+    place: Place,
     topic: String,
 }
 
@@ -56,7 +56,7 @@ impl Scene {
         let broker = place::connect(&place, &topic, "test").await.unwrap();
         Self {
             broker,
-            product,
+            place,
             topic,
         }
     }
@@ -111,7 +111,7 @@ async fn what_waits_on_a_rung_of_an_earlier_ladder_is_handled_when_it_is_due(pro
         })
         .collect();
     let rung = format!("{}.{name}.retry.8s", scene.topic);
-    match scene.product {
+    match scene.place.product {
         // What is due goes back to the source's queue by itself.
         Product::RabbitMq => assert_eq!(told, []),
         Product::Kafka | Product::Nats => assert_eq!(told, [(&*rung, EARLIER, 1)]),
@@ -133,6 +133,13 @@ async fn what_waits_on_a_rung_of_an_earlier_ladder_is_handled_when_it_is_due(pro
     eventually(DEADLINE, "the rung is empty, and still there", || async {
         let lag = scene.broker.lag(&name, &rung).await;
         lag.is_ok_and(|lag| lag.messages == 0)
+    })
+    .await;
+    // Once nobody writes there any more it may go, also under those that read it.
+    crate::losses::delete(&scene.place, rung).await;
+    scene.send("m-1").await;
+    eventually(DEADLINE, "others go on", || async {
+        counts.handled.load(std::sync::atomic::Ordering::SeqCst) == 2
     })
     .await;
     stop.set();

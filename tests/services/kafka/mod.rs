@@ -12,6 +12,7 @@ mod rebalancing;
 mod refusals;
 mod retention;
 mod security;
+mod topology;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
