@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use relaybox::broker::memory::{MemoryBroker, MemoryConfig};
 use relaybox::clock::Clock;
-use relaybox::consumer::ConsumerConfig;
+use relaybox::consumer::{ConsumerConfig, Route, Routes};
 use relaybox::store::InboxStore;
 use relaybox::testing::{
     CrashPoint, FaultyInbox, InboxCall, InboxFault, ManualClock, MemoryInbox, Step, TestBroker,
@@ -350,4 +350,37 @@ async fn what_a_consumer_refuses_is_told_at_start() {
 async fn a_message_that_is_not_taken_fails_the_test() {
     let mut bench = Bench::new().await;
     bench.consumer.deliver(Message::new("nowhere", "T")).await;
+}
+
+#[tokio::test]
+async fn it_tells_what_a_route_made_of_a_failure() {
+    let clock = ManualClock::default();
+    let inbox = MemoryInbox::new(Bookings::new());
+    let store = inbox.clone();
+    let routes = || {
+        Routes::new().with("handler", Route::Skip).with(
+            "panic",
+            Route::Local {
+                times: 2,
+                delay: SECOND,
+            },
+        )
+    };
+    let make = move |broker| consumer(broker, store.clone()).with_routes(routes());
+    let calls: Arc<AtomicU32> = Arc::default();
+    let handler = handler_fn(Arc::clone(&calls), obey);
+    let mut consumer = TestConsumer::start(broker(&clock), clock, make, handler)
+        .await
+        .unwrap();
+    let fate = consumer.deliver(order("o-1", "fail")).await;
+    assert_eq!((fate.to_string().as_str(), fate.attempts), ("skipped", 1));
+    let fate = consumer.deliver(order("o-2", "panic")).await;
+    let rungs = "retried on orders.billing.retry.5s, retried on orders.billing.retry.1m";
+    assert_eq!(
+        fate.to_string(),
+        format!("{rungs}, dead: retries-exhausted")
+    );
+    assert_eq!(fate.attempts, 9, "three tries on each of three steps");
+    assert!(inbox.state().is_empty());
+    consumer.stop().await.unwrap();
 }

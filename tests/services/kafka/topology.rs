@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use relaybox::broker::Publisher;
+use relaybox::broker::{Publisher, Rung, Subscriber, SubscriptionRequest};
 use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::store::NoInbox;
@@ -67,4 +67,30 @@ async fn a_rung_and_dead_letters_with_fewer_partitions_take_what_comes_from_any(
         .collect();
     assert!(from.len() > 1, "each tells its own partition: {from:?}");
     assert_eq!(read.len(), 40);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rung_that_forgets_before_it_is_read_is_refused_with_both_values() {
+    let kafka = connect().await;
+    let source = topic("short", 1).await;
+    let rung = format!("{source}.c.retry.5s");
+    let server = shared_kafka().await;
+    for (setting, value) in [("retention.ms", "60000"), ("retention.bytes", "1000")] {
+        let name = format!("{rung}.{setting}");
+        let settings = [(setting, value)];
+        server
+            .create_topic_named(&name, 1, &settings)
+            .await
+            .unwrap();
+        let mut asked = SubscriptionRequest::new("c", vec![source.clone()]);
+        asked.rungs = vec![Rung {
+            destination: name.clone(),
+            delay: 5 * SECOND,
+            source: source.clone(),
+        }];
+        let error = kafka.subscribe(asked).await.map(drop).unwrap_err();
+        let violation = error.violation().unwrap();
+        assert_eq!((violation.field, &*violation.value), (setting, value));
+        assert!(violation.limit.contains(&name), "{error}");
+    }
 }
