@@ -11,9 +11,10 @@ use super::handler::{BatchHandler, Handler, OutsideHandler};
 use super::outcome::{Failure, Outcome};
 
 /// Most tries of a [`Route::Local`].
-const LOCAL_TIMES_MAX: u32 = 100;
-/// Longest pause before a try of a [`Route::Local`]: longer waits are for rungs, which hold no room of the consumer.
-const LOCAL_DELAY_MAX: Duration = Duration::from_secs(60);
+const LOCAL_TIMES_MAX: u32 = 20;
+/// Longest pause before a try of a [`Route::Local`]: longer waits are for rungs, which hold no room of the consumer
+/// and no rebalance up.
+const LOCAL_DELAY_MAX: Duration = Duration::from_secs(10);
 /// Most rules of a consumer or handler.
 const RULES_MAX: usize = 64;
 
@@ -25,7 +26,7 @@ pub enum Route {
     Rung,
     /// The first rung that waits at least this long, else the longest; as [`Outcome::RetryAfter`].
     After(Duration),
-    /// Again in this process, up to `times` times (1 to 100), each after `delay` (at most 60 s), and then the next rung.
+    /// Again in this process, up to `times` times (1 to 20), each after `delay` (at most 10 s), and then the next rung.
     ///
     /// The attempt with all its tries counts once, and its story tells the last error. While it waits it holds neither a handler's
     /// place nor a connection, but its key waits, and it counts among the deliveries in flight. It is for failures that are over
@@ -366,8 +367,8 @@ mod tests {
             "routes class"
         );
         assert_eq!(field(rule(local(0, SECOND))), "routes local times");
-        assert_eq!(field(rule(local(101, SECOND))), "routes local times");
-        assert_eq!(field(rule(local(1, 61 * SECOND))), "routes local delay");
+        assert_eq!(field(rule(local(21, SECOND))), "routes local times");
+        assert_eq!(field(rule(local(1, 11 * SECOND))), "routes local delay");
         assert_eq!(field(rule(Route::After(Duration::ZERO))), "routes delay");
         let otherwise = Routes::new().with_otherwise(local(0, SECOND));
         assert_eq!(field(otherwise), "routes local times");

@@ -339,7 +339,7 @@ async fn a_suspect_that_waits_for_a_local_try_is_blamed_for_no_crash_meanwhile()
 
 #[tokio::test]
 async fn the_guard_sees_skipped_failures_and_local_tries() {
-    for route in [Route::Skip, local(50, Duration::from_millis(1))] {
+    for route in [Route::Skip, local(20, Duration::from_millis(1))] {
         let house = House::new().await;
         let messages: Vec<_> = (0..50)
             .map(|n| order(&format!("m-{n}"), &format!("k-{n}"), "gone"))
