@@ -57,28 +57,24 @@ pub(crate) struct Inbox<S> {
 }
 
 impl<S: InboxStore> Inbox<S> {
-    /// Runs one attempt inside a transaction.
+    /// Runs one attempt inside a transaction: `next`, if there is one, which another attempt's commit began. Leaves there the
+    /// one that its own commit began.
     ///
     /// Not cancel safe by choice: a future dropped in here closes its connection, and the messages come again.
-    pub(crate) async fn within<H>(&self, handler: &H, batch: &[&Keyed]) -> Attempt
+    pub(crate) async fn within<H>(
+        &self,
+        handler: &H,
+        batch: &[&Keyed],
+        next: &mut Option<S::Transaction>,
+    ) -> Attempt
     where
         H: BatchHandler<S::Connection>,
     {
         let store = &self.store;
-        let mut transaction = match store.begin().await {
-            Ok(transaction) => transaction,
-            // Whoever holds SQLite's only lock need not have anything to do with this message.
-            Err(error) if error.kind() == ErrorKind::Busy => return Attempt::Unavailable(error),
-            Err(error) => return before_the_work(error),
-        };
         let keys: Vec<&str> = batch.iter().map(|message| &*message.key).collect();
-        let recorded = store.record(&mut transaction, &self.consumer, &keys).await;
-        let recorded = match recorded {
+        let (mut transaction, recorded) = match self.recorded(&keys, next.take()).await {
             Ok(recorded) => recorded,
-            Err(error) => {
-                let _ = store.rollback(transaction).await;
-                return before_the_work(error);
-            }
+            Err(attempt) => return attempt,
         };
         let new = batch.iter().zip(&recorded);
         let new = new.filter(|(_, recorded)| **recorded == Recorded::First);
@@ -105,11 +101,57 @@ impl<S: InboxStore> Inbox<S> {
                     Recorded::First => ended,
                     Recorded::Duplicate => Ended::Duplicate,
                 });
-                return commit(store, transaction, each.collect()).await;
+                let each = each.collect();
+                return match store.commit_and_begin(transaction).await {
+                    Ok(begun) => {
+                        *next = begun;
+                        Attempt::Settled(each)
+                    }
+                    Err(error) => uncommitted(error),
+                };
             }
             Err(failed) => failed,
         };
         undo(store, transaction, failure, ask).await
+    }
+
+    /// The keys recorded in a transaction: in `next`, if there is one, or in one of its own. What was wrong with `next` (a
+    /// connection that broke, or a setting that its last handler left) is no trouble of these messages.
+    async fn recorded(
+        &self,
+        keys: &[&str],
+        next: Option<S::Transaction>,
+    ) -> Result<(S::Transaction, Vec<Recorded>), Attempt> {
+        let store = &self.store;
+        let mut was_begun = next.is_some();
+        let mut transaction = match next {
+            Some(next) => next,
+            None => self.begun().await?,
+        };
+        loop {
+            match store.record(&mut transaction, &self.consumer, keys).await {
+                Ok(recorded) => return Ok((transaction, recorded)),
+                Err(error) => {
+                    let _ = store.rollback(transaction).await;
+                    let ours = matches!(error.kind(), ErrorKind::Busy | ErrorKind::Conflict);
+                    if ours || !was_begun {
+                        return Err(before_the_work(error));
+                    }
+                }
+            }
+            was_begun = false;
+            transaction = self.begun().await?;
+        }
+    }
+
+    async fn begun(&self) -> Result<S::Transaction, Attempt> {
+        self.store.begin().await.map_err(|error| {
+            // Whoever holds SQLite's only lock need not have anything to do with this message.
+            if error.kind() == ErrorKind::Busy {
+                return Attempt::Unavailable(error);
+            }
+            before_the_work(error)
+        })
     }
 
     /// Runs one attempt with no transaction around it, and records the key once it is done. Two copies at once may both be
@@ -187,18 +229,13 @@ fn before_the_work(error: Error) -> Attempt {
     }
 }
 
-async fn commit<S: InboxStore>(
-    store: &S,
-    transaction: S::Transaction,
-    ended: Vec<Ended>,
-) -> Attempt {
-    match store.commit(transaction).await {
-        Ok(()) => Attempt::Settled(ended),
-        // After a broken connection, whether it was committed shows when the keys are recorded again.
-        Err(error) if error.is_transient() => Attempt::Rerun(Failure::from(error)),
-        // For example a handler that swallowed an error and left the transaction aborted, or a deferred constraint.
-        Err(error) => failed(Failure::from(error), Ask::Next),
+fn uncommitted(error: Error) -> Attempt {
+    // After a broken connection, whether it was committed shows when the keys are recorded again.
+    if error.is_transient() {
+        return Attempt::Rerun(Failure::from(error));
     }
+    // For example a handler that swallowed an error and left the transaction aborted, or a deferred constraint.
+    failed(Failure::from(error), Ask::Next)
 }
 
 /// Rolls back and says whose fault it was: a connection that broke under the handler is the database's, as is a statement

@@ -78,8 +78,10 @@ impl Default for ConsumerConfig {
 }
 
 impl ConsumerConfig {
-    /// Handlers at a time, of different keys (default 8). Give the pool at least as many connections. On SQLite it is 1
-    /// whatever is set: a handler holds the only write lock.
+    /// Handlers at a time, of different keys (default 8). Give the pool at least as many connections; with one to spare
+    /// PostgreSQL is asked for less. On SQLite it is 1 whatever is set: a handler holds the only write lock.
+    ///
+    /// A handler is free once its transaction is committed: acknowledgements on their way are not counted.
     #[must_use]
     pub fn with_concurrency(mut self, handlers: usize) -> Self {
         self.concurrency = handlers;

@@ -25,7 +25,7 @@ where
         job: Job,
         failure: Failure,
         ask: Ask,
-        leave: &mut Leave,
+        leave: &mut Leave<S::Transaction>,
     ) -> Vec<Job> {
         match self.routes.next(&failure, ask, job.tries) {
             Next::Fail(ask) => return self.fail(job, &failure, ask, leave).await,
@@ -41,14 +41,14 @@ where
         mut job: Job,
         failure: &Failure,
         pause: Duration,
-        leave: &mut Leave,
+        leave: &mut Leave<S::Transaction>,
     ) -> Vec<Job> {
         job.tries += 1;
         debug!(
             consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
             class = failure.class(), %failure, tries = job.tries, "attempt failed; it is made again here"
         );
-        leave.ended(true);
+        leave.failed();
         // While it waits others run beside it, and what ends the process then is not its doing.
         if !self.end(&job, leave).await {
             return Vec::new();
@@ -61,8 +61,8 @@ where
     }
 
     /// Records it without its effect, which is rolled back by now.
-    async fn skip(&self, job: Job, failure: &Failure, leave: &mut Leave) {
-        leave.ended(true);
+    async fn skip(&self, job: Job, failure: &Failure, leave: &mut Leave<S::Transaction>) {
+        leave.failed();
         if !self.end(&job, leave).await {
             return;
         }

@@ -14,7 +14,13 @@ pub(super) trait Form<S: InboxStore>: Send + Sync + 'static {
     /// Most messages in one attempt.
     fn batch_max(&self) -> usize;
 
-    fn run(&self, inbox: &Inbox<S>, batch: &[&Keyed]) -> impl Future<Output = Attempt> + Send;
+    /// Runs an attempt; `next` as in [`Inbox::within`].
+    fn run(
+        &self,
+        inbox: &Inbox<S>,
+        batch: &[&Keyed],
+        next: &mut Option<S::Transaction>,
+    ) -> impl Future<Output = Attempt> + Send;
 }
 
 /// One message in a transaction.
@@ -35,8 +41,13 @@ impl<S: InboxStore, H: Handler<S::Connection>> Form<S> for Single<H> {
         1
     }
 
-    async fn run(&self, inbox: &Inbox<S>, batch: &[&Keyed]) -> Attempt {
-        inbox.within(self, batch).await
+    async fn run(
+        &self,
+        inbox: &Inbox<S>,
+        batch: &[&Keyed],
+        next: &mut Option<S::Transaction>,
+    ) -> Attempt {
+        inbox.within(self, batch, next).await
     }
 }
 
@@ -51,8 +62,13 @@ impl<S: InboxStore, H: BatchHandler<S::Connection>> Form<S> for Batches<H> {
         self.count_max
     }
 
-    async fn run(&self, inbox: &Inbox<S>, batch: &[&Keyed]) -> Attempt {
-        inbox.within(&self.handler, batch).await
+    async fn run(
+        &self,
+        inbox: &Inbox<S>,
+        batch: &[&Keyed],
+        next: &mut Option<S::Transaction>,
+    ) -> Attempt {
+        inbox.within(&self.handler, batch, next).await
     }
 }
 
@@ -64,7 +80,12 @@ impl<S: InboxStore, H: OutsideHandler> Form<S> for Outside<H> {
         1
     }
 
-    async fn run(&self, inbox: &Inbox<S>, batch: &[&Keyed]) -> Attempt {
+    async fn run(
+        &self,
+        inbox: &Inbox<S>,
+        batch: &[&Keyed],
+        _: &mut Option<S::Transaction>,
+    ) -> Attempt {
         let mut ended = Vec::with_capacity(batch.len());
         for message in batch {
             match inbox.around(&self.0, message).await {

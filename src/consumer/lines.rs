@@ -33,7 +33,15 @@ where
 {
     /// Before any attempt: where the ladder keeps an order, the waiting room is asked what came before. No connection of a
     /// handler is held meanwhile.
-    pub(super) async fn admit(&self, jobs: Vec<Job>, leave: &mut Leave) -> Admitted {
+    pub(super) async fn admit(
+        &self,
+        jobs: Vec<Job>,
+        leave: &mut Leave<S::Transaction>,
+    ) -> Admitted {
+        let keeps_order = self.copies.ladder.needs_affinity();
+        if let Some(place) = leave.place.as_mut().filter(|_| keeps_order) {
+            place.next = None;
+        }
         match &self.copies.room {
             Some(room) if self.copies.ladder.dead_head().is_some() => {
                 self.follow_lines(room, jobs, leave).await
@@ -44,7 +52,12 @@ where
     }
 
     /// What has a key that somebody waits of goes behind, and is dealt with.
-    async fn follow_lines(&self, room: &Arc<Room>, jobs: Vec<Job>, leave: &mut Leave) -> Admitted {
+    async fn follow_lines(
+        &self,
+        room: &Arc<Room>,
+        jobs: Vec<Job>,
+        leave: &mut Leave<S::Transaction>,
+    ) -> Admitted {
         let consumer = &self.inbox.consumer;
         let lines: Vec<Line> = jobs.iter().filter_map(line_of).collect();
         if lines.is_empty() {
@@ -73,7 +86,12 @@ where
     }
 
     /// What waited in its place when another run of it ended goes on where that was.
-    async fn recall(&self, room: &Arc<Room>, mut jobs: Vec<Job>, leave: &mut Leave) -> Admitted {
+    async fn recall(
+        &self,
+        room: &Arc<Room>,
+        mut jobs: Vec<Job>,
+        leave: &mut Leave<S::Transaction>,
+    ) -> Admitted {
         let consumer = &self.inbox.consumer;
         let is_asked = |job: &Job| !job.recalled && job.ticket.is_none() && job.lot.is_work();
         let asked: Vec<(usize, [u8; 16])> = jobs
@@ -111,7 +129,12 @@ where
     }
 
     /// Waits, and occupies no handler meanwhile.
-    async fn stay(&self, pause: Duration, jobs: Vec<Job>, leave: &mut Leave) -> Admitted {
+    async fn stay(
+        &self,
+        pause: Duration,
+        jobs: Vec<Job>,
+        leave: &mut Leave<S::Transaction>,
+    ) -> Admitted {
         drop(leave.place.take());
         if self.wait(pause, leave).await {
             return Admitted::None;
@@ -129,7 +152,11 @@ where
     }
 
     /// Asks until the database answers; `None` when the consumer stops.
-    async fn until_answered<T, A>(&self, leave: &mut Leave, ask: impl Fn() -> A) -> Option<T>
+    async fn until_answered<T, A>(
+        &self,
+        leave: &mut Leave<S::Transaction>,
+        ask: impl Fn() -> A,
+    ) -> Option<T>
     where
         A: Future<Output = Result<T>>,
     {

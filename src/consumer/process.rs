@@ -72,26 +72,53 @@ pub(super) struct Processor<S, F> {
     pub(super) memory: Memory,
 }
 
-/// Whether an attempt failed, and the number of the probe that it was.
-pub(super) struct Verdict {
+/// What a task tells while it goes on.
+pub(super) struct Word<T> {
     pub(super) probe: Option<u64>,
+    /// How many attempts have ended, and whether they failed.
+    pub(super) attempts: usize,
     pub(super) failed: bool,
+    /// The task only waits for the broker from here on.
+    pub(super) place: Option<Place<T>>,
+}
+
+/// The right to occupy a handler.
+pub(super) struct Place<T> {
+    pub(super) _permit: OwnedSemaphorePermit,
+    /// A transaction that the last commit here began. It waits for nothing but the loop, which starts another message in it
+    /// at once or drops it.
+    pub(super) next: Option<T>,
 }
 
 /// What a task may do: occupy a handler, and go on until it is told to stop.
-pub(super) struct Leave {
+pub(super) struct Leave<T> {
     /// Given up when only the broker is waited for.
-    pub(super) place: Option<OwnedSemaphorePermit>,
+    pub(super) place: Option<Place<T>>,
     pub(super) stop: watch::Receiver<bool>,
     pub(super) probe: Option<u64>,
-    pub(super) verdicts: UnboundedSender<Verdict>,
+    pub(super) words: UnboundedSender<Word<T>>,
 }
 
-impl Leave {
+impl<T> Leave<T> {
     /// At once, and not with the end of the task: that may wait for the broker to take a copy.
-    pub(super) fn ended(&self, failed: bool) {
-        let probe = self.probe;
-        let _ = self.verdicts.send(Verdict { probe, failed });
+    pub(super) fn failed(&self) {
+        self.say(1, true, None);
+    }
+
+    /// At once, as well: the acknowledgement may take its time.
+    fn succeeded(&mut self, ended: &[Ended], gives_up_place: bool) {
+        let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
+        let place = self.place.take_if(|_| gives_up_place);
+        self.say(attempts.count(), false, place);
+    }
+
+    fn say(&self, attempts: usize, failed: bool, place: Option<Place<T>>) {
+        let _ = self.words.send(Word {
+            probe: self.probe,
+            attempts,
+            failed,
+            place,
+        });
     }
 }
 
@@ -102,7 +129,11 @@ where
 {
     /// Works to the settlement of each, and returns those that are to be handled again, alone. What is no longer ours is left
     /// unsettled, and so is everything at a stop: then it is delivered again.
-    pub(super) async fn process(&self, jobs: Vec<Job>, mut leave: Leave) -> Vec<Job> {
+    pub(super) async fn process(
+        &self,
+        jobs: Vec<Job>,
+        mut leave: Leave<S::Transaction>,
+    ) -> Vec<Job> {
         let mut jobs = match self.admit(jobs, &mut leave).await {
             Admitted::Now(jobs) => jobs,
             Admitted::Alone(jobs) => return jobs,
@@ -131,7 +162,7 @@ where
     }
 
     /// All in one transaction; if that does not work, they are to be handled each alone.
-    async fn several(&self, mut jobs: Vec<Job>, leave: &mut Leave) -> Vec<Job> {
+    async fn several(&self, mut jobs: Vec<Job>, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         let mut pauses = Pauses::new(&self.config);
         loop {
             jobs.retain(|job| job.receipt.is_current());
@@ -139,10 +170,9 @@ where
             if batch.is_empty() {
                 return jobs;
             }
-            let pause = match self.attempt(&batch).await {
+            let pause = match self.attempt(&batch, leave).await {
                 Attempt::Settled(ended) => {
-                    let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
-                    attempts.for_each(|_| leave.ended(false));
+                    leave.succeeded(&ended, true);
                     let settled = jobs.into_iter().zip(ended);
                     let settled =
                         settled.map(|(job, ended)| self.acknowledge(job, Became::of(ended)));
@@ -166,7 +196,7 @@ where
         }
     }
 
-    async fn one(&self, mut job: Job, leave: &mut Leave) -> Vec<Job> {
+    async fn one(&self, mut job: Job, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         match job.lot {
             _ if job.ticket.is_some_and(|ticket| ticket.parked) => {
                 let step = self.copies.park(&job);
@@ -215,10 +245,10 @@ where
     }
 
     /// Returns the message if it is to be handled again.
-    async fn attempts(&self, job: Job, leave: &mut Leave) -> Vec<Job> {
+    async fn attempts(&self, job: Job, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         let mut pauses = Pauses::new(&self.config);
         while job.receipt.is_current() {
-            let attempt = self.attempt(&[&job.message]).await;
+            let attempt = self.attempt(&[&job.message], leave).await;
             let (failure, ask) = match attempt {
                 Attempt::Settled(ended) => {
                     self.succeed(job, ended.first(), leave).await;
@@ -254,18 +284,27 @@ where
         Vec::new()
     }
 
-    async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave) {
+    async fn succeed(&self, job: Job, ended: Option<&Ended>, leave: &mut Leave<S::Transaction>) {
         let ended = *ended.unwrap_or(&Ended::Done);
-        if ended != Ended::Duplicate {
-            leave.ended(false);
+        // Of a suspect there is still something to write, on another connection.
+        let is_all = job.lot == Lot::Work;
+        if let Some(place) = leave.place.as_mut().filter(|_| !is_all) {
+            place.next = None;
         }
+        leave.succeeded(&[ended], is_all);
         self.end(&job, leave).await;
         self.acknowledge(job, Became::of(ended)).await;
     }
 
     /// The work is done, outside of any transaction: only the record of it is tried again, also where the message went to
     /// another member meanwhile, who would do it again.
-    async fn record_late(&self, job: Job, ended: Ended, mut error: Error, leave: &mut Leave) {
+    async fn record_late(
+        &self,
+        job: Job,
+        ended: Ended,
+        mut error: Error,
+        leave: &mut Leave<S::Transaction>,
+    ) {
         let mut pauses = Pauses::new(&self.config);
         loop {
             let pause = self.patient(&mut pauses, &error);
@@ -287,9 +326,9 @@ where
         job: Job,
         failure: &Failure,
         ask: Ask,
-        leave: &mut Leave,
+        leave: &mut Leave<S::Transaction>,
     ) -> Vec<Job> {
-        leave.ended(true);
+        leave.failed();
         let step = self.copies.step(&job, failure, ask);
         // The start of an attempt that was a crash stays. If the acknowledgement is lost, in the next crash of another message
         // for example, the delivery comes again: then it is known, and not tried once more.
@@ -299,7 +338,12 @@ where
         self.carry_out(step, job, leave).await
     }
 
-    async fn carry_out(&self, mut step: Step, mut job: Job, leave: &mut Leave) -> Vec<Job> {
+    async fn carry_out(
+        &self,
+        mut step: Step,
+        mut job: Job,
+        leave: &mut Leave<S::Transaction>,
+    ) -> Vec<Job> {
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         // As long as it lives, the probe tells that this message waits for its copy to be taken.
         let mut _waiting = None;
@@ -364,9 +408,13 @@ where
 
     // ---- Settlements and pauses
 
-    async fn attempt(&self, batch: &[&Keyed]) -> Attempt {
+    async fn attempt(&self, batch: &[&Keyed], leave: &mut Leave<S::Transaction>) -> Attempt {
         let began = Instant::now();
-        let attempt = self.form.run(&self.inbox, batch).await;
+        let mut next = leave.place.as_mut().and_then(|place| place.next.take());
+        let attempt = self.form.run(&self.inbox, batch, &mut next).await;
+        if let Some(place) = &mut leave.place {
+            place.next = next;
+        }
         tell_attempt(&self.inbox.consumer, &attempt, batch.len(), began.elapsed());
         // Where it did not answer, the pause that follows says so.
         if !matches!(attempt, Attempt::Unavailable(_)) {
@@ -418,7 +466,7 @@ where
     }
 
     /// Waits; `true` when the consumer is told to stop meanwhile.
-    pub(super) async fn wait(&self, pause: Duration, leave: &mut Leave) -> bool {
+    pub(super) async fn wait(&self, pause: Duration, leave: &mut Leave<S::Transaction>) -> bool {
         tokio::select! {
             () = self.clock.sleep(pause) => false,
             _ = leave.stop.wait_for(|stop| *stop) => true,

@@ -85,7 +85,7 @@ where
     pub(super) async fn patiently<T, A>(
         &self,
         job: &Job,
-        leave: &mut Leave,
+        leave: &mut Leave<S::Transaction>,
         ask: impl Fn() -> A,
     ) -> Option<T>
     where
@@ -135,7 +135,7 @@ where
 
     /// The work has come to an end, also where the message went to another member meanwhile: forgets its start. Whether that
     /// was done before the consumer had to stop.
-    pub(super) async fn end(&self, job: &Job, leave: &mut Leave) -> bool {
+    pub(super) async fn end(&self, job: &Job, leave: &mut Leave<S::Transaction>) -> bool {
         if !matches!(job.lot, Lot::Suspect | Lot::Watched) {
             return true;
         }

@@ -1,13 +1,14 @@
 //! Deliveries in hand: taken from the subscription, started as the schedule allows, ended.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt, pending};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Semaphore, watch};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::MissedTickBehavior;
+use tokio::time::{MissedTickBehavior, Sleep};
 use tracing::{debug, info, warn};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -17,8 +18,8 @@ use super::RECEIVE_PAUSE;
 use super::form::Form;
 use super::guard::{Gate, Watch};
 use super::intake::Intake;
-use super::job::Job;
-use super::process::{Leave, Processor, Verdict};
+use super::job::{Job, Lot};
+use super::process::{Leave, Place, Processor, Word};
 use super::room::Arrival;
 use super::schedule::{Company, Picked, Schedule, Slot};
 
@@ -26,12 +27,14 @@ use super::schedule::{Company, Picked, Schedule, Slot};
 const TURN_MAX: Duration = Duration::from_secs(1);
 
 /// Deliveries waiting and running.
-pub(super) struct Work<S, F> {
+pub(super) struct Work<S: InboxStore, F> {
     processor: Arc<Processor<S, F>>,
     schedule: Schedule<Job>,
     /// One for each handler at a time, all for what must be isolated. What runs without one only waits for the broker to take
     /// a copy.
     places: Arc<Semaphore>,
+    /// Places that tasks gave up since the last turn. What they hold is used or dropped in the next one.
+    freed: Vec<Place<S::Transaction>>,
     running: JoinSet<Finished>,
     /// Deliveries and their bytes in running tasks.
     running_count: usize,
@@ -41,9 +44,13 @@ pub(super) struct Work<S, F> {
     bytes_seen: usize,
     guard: Watch,
     pause: BoxFuture<'static, ()>,
-    verdicts: (UnboundedSender<Verdict>, UnboundedReceiver<Verdict>),
+    /// Not before its end anything is received, after trouble.
+    rest: Option<Pin<Box<Sleep>>>,
+    words: Words<S::Transaction>,
     stopped: watch::Receiver<bool>,
 }
+
+type Words<T> = (UnboundedSender<Word<T>>, UnboundedReceiver<Word<T>>);
 
 /// What a task brings back.
 struct Finished {
@@ -68,7 +75,9 @@ where
             running_bytes: 0,
             waiting_bytes: 0,
             bytes_seen: 0,
-            verdicts: unbounded_channel(),
+            words: unbounded_channel(),
+            rest: None,
+            freed: Vec::new(),
             guard: Watch::new(processor.config.failure_guard.clone()),
             pause: pending().boxed(),
             stopped,
@@ -97,16 +106,17 @@ where
                     condition.subscription(&intake.health());
                     self.drop_what_is_gone();
                 }
-                Some(verdict) = self.verdicts.1.recv() => self.judge(&verdict),
+                Some(word) = self.words.1.recv() => self.hear(Some(word)),
                 Some(ended) = self.running.join_next() => self.finish(ended)?,
                 // Something ready found no place; one that is given up need not have ended.
                 _ = places.acquire_many(places_wanted), if may_start => {}
                 () = &mut self.pause, if gate == Gate::Paused => self.guard.resume(),
-                received = intake.receive(room.max(1)), if room > 0 => match received {
+                () = rest(&mut self.rest), if self.rest.is_some() => self.rest = None,
+                received = intake.receive(room.max(1)), if room > 0 && self.rest.is_none() => match received {
                     Ok(arrivals) => self.take(arrivals),
                     Err(error) if error.is_transient() => {
                         warn!(consumer = self.name(), %error, "broker in trouble");
-                        tokio::time::sleep(RECEIVE_PAUSE).await;
+                        self.rest = Some(Box::pin(tokio::time::sleep(RECEIVE_PAUSE)));
                     }
                     Err(error) => return Err(error),
                 },
@@ -139,8 +149,25 @@ where
         self.waiting_bytes = self.schedule.items().map(Job::bytes).sum();
     }
 
-    fn judge(&mut self, verdict: &Verdict) {
-        let Verdict { probe, failed } = *verdict;
+    /// All that was said so far: no place waits for another turn.
+    fn hear(&mut self, first: Option<Word<S::Transaction>>) {
+        let mut word = first.or_else(|| self.words.1.try_recv().ok());
+        while let Some(Word {
+            probe,
+            attempts,
+            failed,
+            place,
+        }) = word
+        {
+            self.freed.extend(place);
+            for _ in 0..attempts {
+                self.judge(probe, failed);
+            }
+            word = self.words.1.try_recv().ok();
+        }
+    }
+
+    fn judge(&mut self, probe: Option<u64>, failed: bool) {
         let was = self.guard.gate();
         if let Some(pause) = self.guard.ended(probe, failed) {
             warn!(
@@ -196,9 +223,8 @@ where
 
     fn start_ready(&mut self) {
         while self.may_start() {
-            let places = self.places.clone();
-            let Ok(place) = places.try_acquire_many_owned(self.places_wanted()) else {
-                return;
+            let Some(place) = self.place() else {
+                break;
             };
             let probe = self.guard.started();
             let count_max = match probe {
@@ -209,9 +235,27 @@ where
                 self.start(picked, probe, place);
             }
         }
+        self.freed.clear();
     }
 
-    fn start(&mut self, picked: Picked<Job>, probe: Option<u64>, place: OwnedSemaphorePermit) {
+    /// One that was given up is there at once.
+    fn place(&mut self) -> Option<Place<S::Transaction>> {
+        let wanted = self.places_wanted();
+        if wanted == 1
+            && let Some(freed) = self.freed.pop()
+        {
+            return Some(freed);
+        }
+        self.freed.clear();
+        let places = self.places.clone();
+        let permit = places.try_acquire_many_owned(wanted).ok()?;
+        Some(Place {
+            _permit: permit,
+            next: None,
+        })
+    }
+
+    fn start(&mut self, picked: Picked<Job>, probe: Option<u64>, mut place: Place<S::Transaction>) {
         let Picked { slots, items } = picked;
         self.waiting_bytes -= items.iter().map(Job::bytes).sum::<usize>();
         let (items, gone): (Vec<_>, Vec<_>) =
@@ -231,12 +275,16 @@ where
         let (count, bytes) = (items.len(), items.iter().map(Job::bytes).sum());
         self.running_count += count;
         self.running_bytes += bytes;
+        if items.iter().any(|job| job.lot != Lot::Work) {
+            // What it does first is no transaction.
+            place.next = None;
+        }
         let processor = self.processor.clone();
         let leave = Leave {
             place: Some(place),
             stop: self.stopped.clone(),
             probe,
-            verdicts: self.verdicts.0.clone(),
+            words: self.words.0.clone(),
         };
         self.running.spawn(async move {
             let returned = processor.process(items, leave).await;
@@ -259,9 +307,7 @@ where
         self.running_count -= ended.count;
         self.running_bytes -= ended.bytes;
         // What the task said before it ended.
-        while let Ok(verdict) = self.verdicts.1.try_recv() {
-            self.judge(&verdict);
-        }
+        self.hear(None);
         self.guard.finished(ended.probe);
         let returned = ended.returned.into_iter().map(|job| {
             self.waiting_bytes += job.bytes();
@@ -279,6 +325,16 @@ where
     /// Drops what waits and lets what runs end.
     pub(super) async fn drain(mut self) {
         self.schedule = Schedule::new();
+        // Places that are given up from here on hold no connection.
+        self.words.1.close();
+        while self.words.1.try_recv().is_ok() {}
+        self.freed.clear();
         while self.running.join_next().await.is_some() {}
+    }
+}
+
+async fn rest(until: &mut Option<Pin<Box<Sleep>>>) {
+    if let Some(sleep) = until {
+        sleep.await;
     }
 }

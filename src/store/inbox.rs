@@ -102,6 +102,18 @@ pub trait InboxStore: Send + Sync + 'static {
     /// Not cancel safe: run it to its end.
     fn commit(&self, transaction: Self::Transaction) -> impl Future<Output = Result<()>> + Send;
 
+    /// Commits as [`commit`](Self::commit) does. Where beginning another transaction on the same connection then costs no
+    /// round trip and keeps nobody waiting for a connection, begins it and returns it (default: never). It is empty; dropped
+    /// without use it gives its connection back.
+    ///
+    /// Not cancel safe: run it to its end.
+    fn commit_and_begin(
+        &self,
+        transaction: Self::Transaction,
+    ) -> impl Future<Output = Result<Option<Self::Transaction>>> + Send {
+        async { self.commit(transaction).await.map(|()| None) }
+    }
+
     /// Rolls back. An error means that the connection was broken (and is not reused).
     ///
     /// Not cancel safe: run it to its end.

@@ -13,10 +13,23 @@ use crate::error::{Error, ErrorKind};
 ///
 /// The driver counts its levels: a handler that begins a transaction inside gets a savepoint. Dropped before its end,
 /// or when its end fails, it closes the connection instead of returning it, so that what a cancelled BEGIN, statement
-/// or COMMIT left behind is never met by another borrower of the pool.
+/// or COMMIT left behind is never met by another borrower of the pool. One that a commit began and nobody used returns it.
 pub struct StoreTransaction<DB: Database> {
     connection: PoolConnection<DB>,
-    clean: bool,
+    state: State,
+    /// How many were committed on this connection since it was borrowed.
+    #[cfg(feature = "postgres")]
+    committed: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Perhaps something of it is under way.
+    Open,
+    /// A commit began it, and nothing was done in it.
+    #[cfg(feature = "postgres")]
+    Unused,
+    Ended,
 }
 
 impl<DB: Database> StoreTransaction<DB> {
@@ -26,31 +39,43 @@ impl<DB: Database> StoreTransaction<DB> {
     ) -> Result<Self, sqlx::Error> {
         let mut transaction = Self {
             connection,
-            clean: false,
+            state: State::Open,
+            #[cfg(feature = "postgres")]
+            committed: 0,
         };
         DB::TransactionManager::begin(&mut transaction.connection, statement).await?;
         Ok(transaction)
     }
 
     pub(crate) fn connection(&mut self) -> &mut DB::Connection {
+        self.state = State::Open;
         &mut self.connection
     }
 
     /// Commits by the driver's own statement.
     pub(crate) async fn commit(mut self) -> Result<(), sqlx::Error> {
         DB::TransactionManager::commit(&mut self.connection).await?;
-        self.clean = self.levels() == 0;
+        if self.levels() == 0 {
+            self.state = State::Ended;
+        }
         Ok(())
     }
 
-    /// Returns the connection after a COMMIT AND CHAIN: the empty transaction that it began is rolled back on the
-    /// way to the pool, off the caller's path.
+    /// The transaction that a COMMIT AND CHAIN began. `None`, and the connection closed, after a handler that leaked a
+    /// savepoint: the driver still counts it.
     #[cfg(feature = "postgres")]
-    pub(crate) fn chained(mut self) {
-        if self.levels() == 1 {
-            DB::TransactionManager::start_rollback(&mut self.connection);
-            self.clean = true;
-        }
+    pub(crate) fn chained(mut self) -> Option<Self> {
+        (self.levels() == 1).then(|| {
+            self.state = State::Unused;
+            self.committed += 1;
+            self
+        })
+    }
+
+    /// How many were committed on its connection since that was borrowed from the pool.
+    #[cfg(feature = "postgres")]
+    pub(crate) const fn committed(&self) -> u32 {
+        self.committed
     }
 
     pub(crate) async fn rollback(mut self) -> Result<(), sqlx::Error> {
@@ -58,7 +83,7 @@ impl<DB: Database> StoreTransaction<DB> {
         for _ in 0..self.levels() {
             DB::TransactionManager::rollback(&mut self.connection).await?;
         }
-        self.clean = true;
+        self.state = State::Ended;
         Ok(())
     }
 
@@ -69,8 +94,12 @@ impl<DB: Database> StoreTransaction<DB> {
 
 impl<DB: Database> Drop for StoreTransaction<DB> {
     fn drop(&mut self) {
-        if !self.clean {
-            self.connection.close_on_drop();
+        match self.state {
+            State::Open => self.connection.close_on_drop(),
+            // Sent on the connection's way to the pool, off everybody's path.
+            #[cfg(feature = "postgres")]
+            State::Unused => DB::TransactionManager::start_rollback(&mut self.connection),
+            State::Ended => {}
         }
     }
 }

@@ -196,6 +196,20 @@ impl<S: InboxStore> InboxStore for FaultyInbox<S> {
         after(fault, "commit", ()).await
     }
 
+    /// Counts as a commit, whatever it begins.
+    async fn commit_and_begin(
+        &self,
+        transaction: Self::Transaction,
+    ) -> Result<Option<Self::Transaction>> {
+        let fault = self.fault(InboxCall::Commit);
+        if let Some(error) = before(fault, "commit") {
+            self.inner.rollback(transaction).await?;
+            return Err(error);
+        }
+        let next = self.inner.commit_and_begin(transaction).await?;
+        after(fault, "commit", next).await
+    }
+
     async fn rollback(&self, transaction: Self::Transaction) -> Result<()> {
         self.inner.rollback(transaction).await
     }

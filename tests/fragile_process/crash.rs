@@ -160,6 +160,20 @@ impl<S: InboxStore> InboxStore for FragileInbox<S> {
         Ok(())
     }
 
+    async fn commit_and_begin(
+        &self,
+        transaction: Self::Transaction,
+    ) -> Result<Option<Self::Transaction>> {
+        self.plan.reach(Point::Commit);
+        let next = self.inner.commit_and_begin(transaction).await?;
+        self.plan.reach(Point::Committed);
+        if next.is_some() {
+            self.plan.reach(Point::Begin);
+            self.plan.reach(Point::Begun);
+        }
+        Ok(next)
+    }
+
     async fn rollback(&self, transaction: Self::Transaction) -> Result<()> {
         self.inner.rollback(transaction).await
     }

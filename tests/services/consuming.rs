@@ -30,7 +30,7 @@ impl House {
         Self::on(shared_postgres().await, 10).await
     }
 
-    async fn on(postgres: &Postgres, connections_max: u32) -> Self {
+    pub async fn on(postgres: &Postgres, connections_max: u32) -> Self {
         let url = postgres.create_database("consuming").await.unwrap();
         let pool = PgPoolOptions::new()
             .max_connections(connections_max)
@@ -64,7 +64,7 @@ impl House {
         }
     }
 
-    fn consumer(&self) -> Consumer<PostgresStore> {
+    pub fn consumer(&self) -> Consumer<PostgresStore> {
         let config = ConsumerConfig::default().with_shutdown_deadline(Duration::from_secs(5));
         Consumer::new("billing", "orders", self.broker.clone(), self.store.clone())
             .with_ladder(Ladder::rungs([50, 100].map(Duration::from_millis)))
@@ -97,9 +97,9 @@ impl House {
     }
 }
 
-struct Running(oneshot::Sender<()>, JoinHandle<relaybox::Result<()>>);
+pub struct Running(oneshot::Sender<()>, JoinHandle<relaybox::Result<()>>);
 
-fn run(consumer: Consumer<PostgresStore>, handler: impl Handler<PgConnection>) -> Running {
+pub fn run(consumer: Consumer<PostgresStore>, handler: impl Handler<PgConnection>) -> Running {
     let (stop, stopped) = oneshot::channel::<()>();
     let task = tokio::spawn(consumer.run_until(handler, async {
         let _ = stopped.await;
@@ -108,13 +108,13 @@ fn run(consumer: Consumer<PostgresStore>, handler: impl Handler<PgConnection>) -
 }
 
 impl Running {
-    async fn stop(self) {
+    pub async fn stop(self) {
         let _ = self.0.send(());
         self.1.await.unwrap().unwrap();
     }
 }
 
-async fn write(db: &mut PgConnection, incoming: &Incoming) -> Result<(), sqlx::Error> {
+pub async fn write(db: &mut PgConnection, incoming: &Incoming) -> Result<(), sqlx::Error> {
     sqlx::query("INSERT INTO effect (message_id) VALUES ($1)")
         .bind(incoming.message.id.as_str())
         .execute(db)
@@ -122,7 +122,7 @@ async fn write(db: &mut PgConnection, incoming: &Incoming) -> Result<(), sqlx::E
         .map(drop)
 }
 
-async fn effect(_: &(), db: &mut PgConnection, incoming: &Incoming) -> Result<(), sqlx::Error> {
+pub async fn effect(_: &(), db: &mut PgConnection, incoming: &Incoming) -> Result<(), sqlx::Error> {
     write(db, incoming).await
 }
 

@@ -20,6 +20,7 @@ mod crash_points;
 mod end_to_end;
 mod fragile;
 mod held_keys;
+mod in_a_row;
 mod kafka;
 mod kafka_contract;
 mod losses;

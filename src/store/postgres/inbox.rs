@@ -5,7 +5,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use futures_util::future::FutureExt;
-use sqlx::{PgConnection, Postgres};
+use sqlx::{PgConnection, PgPool, Postgres};
 
 use super::{ACQUIRE_TIMEOUT, PostgresStore, STATEMENT_TIMEOUT, bounded, error, micros, sql};
 use crate::error::{Error, ErrorKind, Result};
@@ -124,16 +124,17 @@ impl InboxStore for PostgresStore {
         Ok(())
     }
 
-    async fn commit(&self, mut transaction: Self::Transaction) -> Result<()> {
-        self.answered("commit", STATEMENT_TIMEOUT, async {
-            sqlx::raw_sql(sql::COMMIT)
-                .execute(transaction.connection())
-                .await
-                .map_err(|e| error::of_statement("commit", e))
-        })
-        .await?;
-        transaction.chained();
-        Ok(())
+    async fn commit(&self, transaction: Self::Transaction) -> Result<()> {
+        self.committed(transaction).await.map(drop)
+    }
+
+    async fn commit_and_begin(
+        &self,
+        transaction: Self::Transaction,
+    ) -> Result<Option<Self::Transaction>> {
+        let next = self.committed(transaction).await?;
+        let in_a_row = |next: &Self::Transaction| next.committed() < self.in_a_row_max;
+        Ok(next.filter(|next| in_a_row(next) && has_room(&self.pool)))
     }
 
     async fn rollback(&self, transaction: Self::Transaction) -> Result<()> {
@@ -166,6 +167,21 @@ impl InboxStore for PostgresStore {
 }
 
 impl PostgresStore {
+    /// Commits, and returns the transaction that it began in the same round trip.
+    async fn committed(
+        &self,
+        mut transaction: StoreTransaction<Postgres>,
+    ) -> Result<Option<StoreTransaction<Postgres>>> {
+        self.answered("commit", STATEMENT_TIMEOUT, async {
+            sqlx::raw_sql(sql::COMMIT)
+                .execute(transaction.connection())
+                .await
+                .map_err(|e| error::of_statement("commit", e))
+        })
+        .await?;
+        Ok(transaction.chained())
+    }
+
     /// Waits at most so long for an answer inside a transaction. Whose server went silent is given up by dropping the
     /// transaction, which closes its connection.
     async fn answered<T>(
@@ -177,4 +193,10 @@ impl PostgresStore {
         let answer = tokio::time::timeout(wait, statement).await;
         answer.unwrap_or_else(|_| Err(error::of_silence(operation, &self.pool, wait)))
     }
+}
+
+/// Whether somebody else could borrow a connection now.
+fn has_room(pool: &PgPool) -> bool {
+    let can_grow = pool.size() < pool.options().get_max_connections();
+    !pool.is_closed() && (pool.num_idle() > 0 || can_grow)
 }

@@ -61,6 +61,9 @@ const SWEEP_PAUSE: Duration = Duration::from_secs(30);
 /// How long an enqueue that notified speaks for others.
 const WAKE_UP_PAUSE: Duration = Duration::from_millis(10);
 
+/// How many messages in a row use a connection of the service's pool.
+const IN_A_ROW_MAX: u32 = 100;
+
 /// Most connections of the relay's pool: workers beyond that many wait for each other.
 const RELAY_CONNECTIONS_MAX: u32 = 8;
 
@@ -72,6 +75,7 @@ pub struct PostgresStore {
     prefix: Prefix,
     sql: Arc<Sql>,
     lock_wait: Duration,
+    in_a_row_max: u32,
     sweep_pause: Duration,
     kept: Option<Duration>,
     /// Shared by all clones that write to the same tables.
@@ -101,6 +105,7 @@ impl PostgresStore {
             sql: Arc::new(Sql::new(&prefix)),
             prefix,
             lock_wait: Duration::from_secs(5),
+            in_a_row_max: IN_A_ROW_MAX,
             sweep_pause: SWEEP_PAUSE,
             kept: None,
             wake_up: None,
@@ -144,6 +149,18 @@ impl PostgresStore {
     #[must_use]
     pub const fn with_lock_wait(mut self, lock_wait: Duration) -> Self {
         self.lock_wait = lock_wait;
+        self
+    }
+
+    /// Sets how many transactions of a consumer may use a connection one after the other before it goes back to the pool
+    /// (default 100; 0 and 1: each takes one from the pool). That spares round trips; it is only done while messages are
+    /// waiting and the pool has another connection to give.
+    ///
+    /// The pool's hooks (`before_acquire`, `after_release`) do not run in between. Set 1 where they have to, for example
+    /// because a handler changes its session and `after_release` resets it.
+    #[must_use]
+    pub const fn with_in_a_row_max(mut self, transactions: u32) -> Self {
+        self.in_a_row_max = transactions;
         self
     }
 

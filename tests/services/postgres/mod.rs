@@ -7,6 +7,7 @@ mod floor;
 mod floor_load;
 mod guarding;
 mod history;
+mod in_a_row;
 mod listening;
 mod model;
 mod notifying;
