@@ -310,7 +310,10 @@ impl<S: InboxStore> Consumer<S> {
         }
         request.earlier_rungs = self.find_earlier(&request).await;
         let earlier = request.earlier_rungs.clone();
-        let copies: Vec<String> = rung_names(&request)
+        // Not the ways back, which an operator sends to.
+        let rungs = request.rungs.iter().filter(|rung| !rung.delay.is_zero());
+        let copies: Vec<String> = rungs
+            .map(|rung| &rung.destination)
             .chain(&request.dead_letters)
             .cloned()
             .collect();

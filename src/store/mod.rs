@@ -11,6 +11,7 @@ mod dead_letter;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod header_codec;
 mod inbox;
+mod letters;
 mod names;
 mod no_inbox;
 mod outbox;
@@ -28,6 +29,7 @@ pub use admin::{
 pub use aside::{Ahead, AsideState, Place, SetAside, Table};
 pub use dead_letter::{DeadLetter, DeadLetterSink, DeadLetterStore};
 pub use inbox::{InboxStore, Recorded};
+pub use letters::{LetterEntry, LetterFilter, WholeLetter};
 pub use names::Prefix;
 pub use no_inbox::NoInbox;
 pub use outbox::{
@@ -35,8 +37,8 @@ pub use outbox::{
     PendingMessage, Settled, SettlementBatch, Standing, Verdict,
 };
 pub use redrive::{
-    Arrival, AuditEntry, LETTERS_MAX, Leaving, LetterEntry, LetterFilter, LetterOutcome, NewRun,
-    Note, RedriveStore, RunRow, RunState, RunStep, WholeLetter,
+    Arrival, AuditEntry, LETTERS_MAX, Leaving, LetterOutcome, NewRun, Note, RedriveStore, RunRow,
+    RunState, RunStep,
 };
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub use transaction::StoreTransaction;

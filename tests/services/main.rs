@@ -29,6 +29,7 @@ mod nats_contract;
 mod postgres;
 mod rabbitmq;
 mod rabbitmq_contract;
+mod redriving;
 mod relay_process;
 mod relay_trouble;
 mod restored;

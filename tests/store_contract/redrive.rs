@@ -24,18 +24,17 @@ fn letter(id: &str) -> Outgoing {
 }
 
 fn told(id: &str, reason: &str, redrives: u32) -> Outgoing {
+    let mut story = Story::default();
+    story.consumer = Some("billing".into());
+    story.reason = Some(Reason::new(reason));
+    story.redrive_count = redrives;
+    story.last_error = Some(format!("handler: 100% of {id} wrong"));
     Outgoing {
         message: Message::new("orders", "OrderPlaced")
             .with_id(id)
             .with_key("k")
             .with_payload(id.to_owned()),
-        story: Story {
-            consumer: Some("billing".into()),
-            reason: Some(Reason::new(reason)),
-            redrive_count: redrives,
-            last_error: Some(format!("handler: 100% of {id} wrong")),
-            ..Story::default()
-        },
+        story,
     }
 }
 
@@ -69,7 +68,8 @@ async fn taken<S: RedriveStore>(store: &S, id: i64, from: RunState) -> Option<Ru
 }
 
 pub async fn each_letter_filter_finds_its_entries_and_lists_go_by_pages<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     let mut other = letter("b");
     other.message.event_type = "Other".into();
     other.message.key = None;
@@ -125,7 +125,8 @@ pub async fn each_letter_filter_finds_its_entries_and_lists_go_by_pages<H: Harne
 }
 
 pub async fn letters_are_read_whole_and_bounded_in_bytes<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     for id in ["a", "b", "c"] {
         store.put(&letter(id)).await.unwrap();
     }
@@ -163,7 +164,8 @@ pub async fn letters_are_read_whole_and_bounded_in_bytes<H: Harness>() {
 }
 
 pub async fn an_entry_that_cannot_be_read_is_listed_and_stops_no_other<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     for id in ["a", "b", "c"] {
         store.put(&letter(id)).await.unwrap();
     }
@@ -179,7 +181,8 @@ pub async fn an_entry_that_cannot_be_read_is_listed_and_stops_no_other<H: Harnes
 }
 
 pub async fn a_letter_that_left_is_not_taken_in_again<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     let take_in = |letter: Outgoing| {
         let store = store.clone();
         async move { store.take_in(&letter).await.unwrap() }
@@ -187,8 +190,12 @@ pub async fn a_letter_that_left_is_not_taken_in_again<H: Harness>() {
     assert_eq!(take_in(letter("a")).await, Arrival::Stored);
     assert_eq!(take_in(letter("a")).await, Arrival::Known);
     let all = leaving(&store, LetterOutcome::Discarded).await;
-    assert_eq!(store.leave(&all, &NOTE).await.unwrap(), 1);
-    assert_eq!(store.leave(&all, &NOTE).await.unwrap(), 0, "it left once");
+    assert_eq!(store.take_out(&all, &NOTE).await.unwrap(), 1);
+    assert_eq!(
+        store.take_out(&all, &NOTE).await.unwrap(),
+        0,
+        "it left once"
+    );
     assert_eq!(take_in(letter("a")).await, Arrival::Left);
     // After another redrive, with other bytes or of another consumer it is another letter.
     assert_eq!(take_in(told("a", "permanent", 1)).await, Arrival::Stored);
@@ -214,12 +221,13 @@ pub async fn a_letter_that_left_is_not_taken_in_again<H: Harness>() {
         leaving: stays,
         ..RunStep::default()
     };
-    assert!(store.settle(&run, &step).await.unwrap());
+    assert!(store.settle_run(&run, &step).await.unwrap());
     assert_eq!(take_in(told("a", "permanent", 1)).await, Arrival::Known);
 }
 
 pub async fn a_settlement_is_whole_fenced_and_harmless_to_repeat<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     for id in ["a", "b", "c"] {
         store.put(&letter(id)).await.unwrap();
     }
@@ -238,7 +246,7 @@ pub async fn a_settlement_is_whole_fenced_and_harmless_to_repeat<H: Harness>() {
         ..RunStep::default()
     };
     for _ in 0..2 {
-        assert!(store.settle(&first, &step).await.unwrap());
+        assert!(store.settle_run(&first, &step).await.unwrap());
     }
     assert_eq!(found(&store, &LetterFilter::all()).await, ["b", "c"]);
     let audit = store.audit("billing", 0, 10).await.unwrap();
@@ -262,13 +270,13 @@ pub async fn a_settlement_is_whole_fenced_and_harmless_to_repeat<H: Harness>() {
         ..step.clone()
     };
     assert!(
-        !store.settle(&first, &late).await.unwrap(),
+        !store.settle_run(&first, &late).await.unwrap(),
         "it has lost the run"
     );
     assert!(!store.end_run(&first, RunState::Done, None).await.unwrap());
     assert_eq!(found(&store, &LetterFilter::all()).await, ["b", "c"]);
     assert_eq!(store.audit("billing", 0, 10).await.unwrap().len(), 2);
-    assert!(store.settle(&second, &late).await.unwrap());
+    assert!(store.settle_run(&second, &late).await.unwrap());
     assert!(
         store
             .end_run(&second, RunState::Stopped, Some("a\0b"))
@@ -278,11 +286,11 @@ pub async fn a_settlement_is_whole_fenced_and_harmless_to_repeat<H: Harness>() {
     let stopped = &store.runs("billing", i64::MAX, 10).await.unwrap()[0];
     assert_eq!((stopped.state, stopped.sent), (RunState::Stopped, 2));
     assert!(stopped.error.is_some());
-    assert!(!store.settle(&second, &late).await.unwrap(), "it rests");
+    assert!(!store.settle_run(&second, &late).await.unwrap(), "it rests");
 
     let third = taken(&store, run.id, RunState::Stopped).await.unwrap();
     assert!(store.cancel_run("billing", run.id, "enough").await.unwrap());
-    assert!(!store.settle(&third, &late).await.unwrap());
+    assert!(!store.settle_run(&third, &late).await.unwrap());
     assert!(!store.cancel_run("billing", run.id, "enough").await.unwrap());
     assert!(store.find_run("mail", run.id).await.unwrap().is_none());
     let found = store.find_run("billing", run.id).await.unwrap().unwrap();
@@ -290,7 +298,8 @@ pub async fn a_settlement_is_whole_fenced_and_harmless_to_repeat<H: Harness>() {
 }
 
 pub async fn two_runs_at_once_each_take_an_entry_out_once<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     for n in 0..50 {
         store.put(&letter(&format!("m-{n}"))).await.unwrap();
     }
@@ -308,7 +317,7 @@ pub async fn two_runs_at_once_each_take_an_entry_out_once<H: Harness>() {
                     leaving: chunk.to_vec(),
                     ..RunStep::default()
                 };
-                assert!(store.settle(&run, &step).await.unwrap());
+                assert!(store.settle_run(&run, &step).await.unwrap());
             }
         }));
     }
@@ -321,7 +330,8 @@ pub async fn two_runs_at_once_each_take_an_entry_out_once<H: Harness>() {
 }
 
 pub async fn an_entry_is_replaced_or_entered_together_with_its_audit<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     store.put(&letter("a")).await.unwrap();
     let old = leaving(&store, LetterOutcome::Replaced).await.remove(0);
     let edit = Note {
@@ -351,17 +361,18 @@ pub async fn an_entry_is_replaced_or_entered_together_with_its_audit<H: Harness>
         ..NOTE
     };
     let all = leaving(&store, LetterOutcome::Discarded).await;
-    assert_eq!(store.leave(&all, &foreign).await.unwrap(), 0);
+    assert_eq!(store.take_out(&all, &foreign).await.unwrap(), 0);
     assert_eq!(store.count("billing").await.unwrap(), 2);
 }
 
 pub async fn clean_up_takes_old_audit_and_ended_runs_in_bounded_steps<H: Harness>() {
-    let store = H::start().await.store();
+    let harness = H::start().await;
+    let store = harness.store();
     for n in 0..5 {
         store.put(&letter(&format!("m-{n}"))).await.unwrap();
     }
     let all = leaving(&store, LetterOutcome::Discarded).await;
-    store.leave(&all, &NOTE).await.unwrap();
+    store.take_out(&all, &NOTE).await.unwrap();
     let ended = planned(&store).await;
     let ended = taken(&store, ended.id, RunState::Planned).await.unwrap();
     assert!(store.end_run(&ended, RunState::Done, None).await.unwrap());

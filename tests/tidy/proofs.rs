@@ -169,6 +169,7 @@ fn an_adapter_that_lacks_a_file_is_seen() {
         "admin",
         "inbox",
         "dead_letters",
+        "redrive",
         "versions",
         "sql",
         "error",

@@ -89,7 +89,7 @@ impl Redrive {
             after = last.position;
             let leaving = |entry: &LetterEntry| entry.leaving(LetterOutcome::Discarded, because);
             let leaving: Vec<Leaving> = entries.iter().map(leaving).collect();
-            all += self.store.leave(&leaving, &note).await?;
+            all += self.store.take_out(&leaving, &note).await?;
         }
     }
 

@@ -323,7 +323,9 @@ impl<F: FnMut(&Run) + Send> Worker<'_, F> {
         let trouble = self.send(&mut items).await;
         let step = self.step(&items);
         let row = &self.run.row;
-        let settled = self.desk.patiently(|| self.desk.store.settle(row, &step));
+        let settled = self
+            .desk
+            .patiently(|| self.desk.store.settle_run(row, &step));
         if !settled.await? {
             return Err(self.desk.fenced(row.id).await);
         }
@@ -463,7 +465,9 @@ impl<F: FnMut(&Run) + Send> Worker<'_, F> {
         self.canaries.clear();
         self.run.row.proved = true;
         let (row, step) = (&self.run.row, self.step(&[]));
-        let settled = self.desk.patiently(|| self.desk.store.settle(row, &step));
+        let settled = self
+            .desk
+            .patiently(|| self.desk.store.settle_run(row, &step));
         if settled.await? {
             return Ok(None);
         }

@@ -96,13 +96,13 @@ impl RedriveStore for PostgresStore {
         .boxed()
     }
 
-    fn leave<'a>(
+    fn take_out<'a>(
         &'a self,
         leaving: &'a [Leaving],
         note: &'a Note<'a>,
     ) -> BoxFuture<'a, Result<u64>> {
         async move {
-            let query = sqlx::query(self.sql.redrive.leave.clone())
+            let query = sqlx::query(self.sql.redrive.take_out.clone())
                 .bind(note.consumer.to_owned())
                 .bind(note.operator.to_owned())
                 .bind(note.verb.to_owned());
@@ -217,7 +217,7 @@ impl RedriveStore for PostgresStore {
         .boxed()
     }
 
-    fn settle<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
+    fn settle_run<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
         async move {
             let query = sqlx::query_scalar(self.sql.redrive.settle.clone())
                 .bind(run.id)

@@ -109,7 +109,7 @@ impl RedriveStore for SqliteStore {
         .boxed()
     }
 
-    fn leave<'a>(
+    fn take_out<'a>(
         &'a self,
         leaving: &'a [Leaving],
         note: &'a Note<'a>,
@@ -244,7 +244,7 @@ impl RedriveStore for SqliteStore {
         .boxed()
     }
 
-    fn settle<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
+    fn settle_run<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
         async move {
             let failed = self.pool_error("settle a redrive");
             let mut transaction = self.begin_immediate("settle a redrive").await?;

@@ -10,7 +10,7 @@ pub(in super::super) struct RedriveSql {
     pub entries: SqlStr,
     pub letters: SqlStr,
     pub last: SqlStr,
-    pub leave: SqlStr,
+    pub take_out: SqlStr,
     pub replace: SqlStr,
     pub enter: SqlStr,
     pub plan: SqlStr,
@@ -86,7 +86,7 @@ impl RedriveSql {
             last: safe(format!(
                 "SELECT coalesce(max(position), 0) FROM {t}dead_letter"
             )),
-            leave: safe(format!(
+            take_out: safe(format!(
                 "WITH told AS ( \
                     SELECT * FROM unnest($4::bigint[], $5::text[], $6::bigint[], $7::bytea[], $8::text[], $9::text[]) \
                         AS l(position, message_id, redrive_count, digest, outcome, detail)), \
