@@ -234,7 +234,8 @@ impl Collector<'_> {
         }
         let mut story = story.cut();
         story.due_at = None;
-        if !(story.consumer.as_deref()).is_some_and(|name| validate_name(name).is_ok()) {
+        let unusable = |name: &str| validate_name(name).is_err();
+        if story.consumer.as_deref().is_none_or(unusable) {
             story.consumer = Some(desk.consumer.clone());
         }
         story
