@@ -224,7 +224,7 @@ where
                     self.end(&job, leave).await;
                     self.acknowledge(job, Became::Duplicate).await;
                 }
-                Some(Standing::InWork) => self.put_off(job).await,
+                Some(Standing::InWork) => return self.put_off(job).await,
                 None => {}
             },
             Lot::Watched => match self.patiently(&job, leave, || self.begin(&job)).await {
@@ -260,8 +260,7 @@ where
                 }
                 Attempt::Busy => {
                     self.end(&job, leave).await;
-                    self.put_off(job).await;
-                    return Vec::new();
+                    return self.put_off(job).await;
                 }
                 Attempt::Failed { failure, ask } => (failure, ask),
                 Attempt::Unavailable(error) => {
@@ -392,18 +391,25 @@ where
         Vec::new()
     }
 
-    pub(super) async fn put_off(&self, job: Job) {
+    /// Returns the message if it is to be handled again.
+    async fn put_off(&self, mut job: Job) -> Vec<Job> {
         warn!(
             consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
             "message is in work elsewhere, in a transaction that does not end; it is put off"
         );
         handled(&Span::current(), "put off", false);
+        if self.copies.ladder.is_in_place() && job.ticket.is_none() {
+            job.pause = Some(BUSY_DELAY);
+            return vec![job];
+        }
         if self.copies.put_off(&job, BUSY_DELAY).await {
-            return self.settle(job.receipt, Settlement::Acknowledge).await;
+            self.settle(job.receipt, Settlement::Acknowledge).await;
+            return Vec::new();
         }
         self.memory.remember_put_off(&job.message.key);
         let release = Settlement::Release { delay: BUSY_DELAY };
         self.settle(job.receipt, release).await;
+        Vec::new()
     }
 
     // ---- Settlements and pauses

@@ -247,7 +247,7 @@ pub enum ReleaseAs {
     Skip,
     /// The head goes, and those that wait behind it now become dead letters too, each for reason `parked`.
     Park,
-    /// The head is tried again first, with all attempts before it.
+    /// The head is tried again first, with all attempts before it. Its dead letter stays where it is.
     Retry,
 }
 
@@ -316,7 +316,8 @@ pub trait WaitingStore: Send + Sync + 'static {
     fn park(&self, claim: Claim) -> BoxFuture<'_, Result<bool>>;
 
     /// Makes a message that is a dead letter the head of its line, which waits for an operator from then on. With a claim its
-    /// row becomes the head, if the claim holds; without, a new one, unless the message waits already.
+    /// row becomes the head, if the claim holds and the row stands in a line; without, a new one, unless the message waits
+    /// already.
     fn hold<'a>(
         &'a self,
         consumer: &'a str,

@@ -1,14 +1,16 @@
 //! One member of a consumer as a process of its own, which a test kills, stops, or tells to end.
 //!
-//! `consumer_process TOPIC CONSUMER ASSIGNOR MEMBER [static]`. Its handler is slow, and slower than a rebalance waits for
+//! `consumer_process TOPIC CONSUMER ASSIGNOR MEMBER [static | in-place]`. Its handler is slow, and slower than a rebalance waits for
 //! some messages; it writes what it did into the table `effect`. SIGTERM stops it in order.
 
 use std::error::Error;
 use std::io;
 use std::time::Duration;
 
+use relaybox::backoff::DelayPolicy;
 use relaybox::broker::kafka::{Assignor, Kafka, KafkaConfig};
 use relaybox::consumer::{Consumer, ConsumerConfig, handler_fn};
+use relaybox::dlq::DeadLetters;
 use relaybox::envelope::Incoming;
 use relaybox::ladder::Ladder;
 use relaybox::store::postgres::PostgresStore;
@@ -29,7 +31,9 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let mut term = signal(SignalKind::terminate())?;
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [topic, consumer, assignor, member, rest @ ..] = arguments.as_slice() else {
-        return Err("usage: consumer_process TOPIC CONSUMER ASSIGNOR MEMBER [static]".into());
+        return Err(
+            "usage: consumer_process TOPIC CONSUMER ASSIGNOR MEMBER [static | in-place]".into(),
+        );
     };
     let assignor = match assignor.as_str() {
         "cooperative-sticky" => Assignor::CooperativeSticky,
@@ -50,12 +54,25 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let stop = async move {
         term.recv().await;
     };
-    Consumer::new(consumer, topic, Kafka::connect(config).await?, store)
-        .with_config(ConsumerConfig::default().with_concurrency(4))
-        // A member killed twice over one message has failed it once.
-        .with_ladder(Ladder::rungs(
-            [50, 100, 150, 200].map(Duration::from_millis),
-        ))
+    let mut member_of = Consumer::new(
+        consumer,
+        topic,
+        Kafka::connect(config).await?,
+        store.clone(),
+    )
+    .with_config(ConsumerConfig::default().with_concurrency(4))
+    // A member killed twice over one message has failed it once.
+    .with_ladder(Ladder::rungs(
+        [50, 100, 150, 200].map(Duration::from_millis),
+    ));
+    if rest.iter().any(|argument| argument == "in-place") {
+        let delay = DelayPolicy::fixed(Duration::from_secs(2));
+        member_of = member_of
+            .with_ladder(Ladder::backoff(delay, 4).in_place())
+            .with_waiting_room(store.clone())
+            .with_dead_letters(DeadLetters::table(store));
+    }
+    member_of
         .run_until(handler_fn(member.clone(), work), stop)
         .await?;
     Ok(())
@@ -67,6 +84,12 @@ async fn work(
     incoming: &Incoming,
 ) -> Result<(), sqlx::Error> {
     let id = incoming.message.id.as_str();
+    if incoming.message.payload.as_deref() == Some(b"fail") {
+        // What a sequence gave is counted, although the attempt is rolled back.
+        let count = "SELECT nextval('attempt')";
+        sqlx::query(count).execute(db).await?;
+        return Err(sqlx::Error::RowNotFound);
+    }
     // The id alone decides, so that a message is as slow wherever it comes again.
     let digest = id
         .bytes()

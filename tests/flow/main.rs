@@ -20,6 +20,7 @@ mod forms;
 mod handlers;
 mod handling;
 mod hanging;
+mod in_place;
 mod model;
 mod payment;
 mod redriving;

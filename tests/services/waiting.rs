@@ -1,6 +1,7 @@
 //! Ladders that keep an order, in PostgreSQL, over real brokers: members that come and die in the middle.
 
 use std::collections::{BTreeMap, HashSet};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use relaybox::Message;
@@ -15,12 +16,13 @@ use relaybox::ladder::{DeadHead, Ladder};
 use relaybox::store::postgres::PostgresStore;
 use relaybox::store::{DeadLetterStore, WaitingState, WaitingStore};
 use relaybox::testing::eventually;
-use relaybox_testcontainers::{shared_postgres, shared_rabbitmq, unique_name};
+use relaybox_testcontainers::{shared_kafka, shared_postgres, shared_rabbitmq, unique_name};
 use sqlx::PgConnection;
 use sqlx::postgres::PgPoolOptions;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
+use super::end_to_end::Process;
 use super::{kafka, rabbitmq};
 
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -300,6 +302,75 @@ async fn a_partition_waits_in_its_place_and_its_count_survives_a_kill_over_kafka
     let dead = house.dead().await;
     assert_eq!(dead, [("k-0".into(), "retries-exhausted".into(), 3)]);
     assert_eq!(house.counted(WaitingState::Noted).await, 0);
+}
+
+/// Killed twice while a message waits in its place, and once more if an attempt is under way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_in_place_keeps_its_count_through_kills_of_the_process() {
+    let house = on_kafka(1).await;
+    let url = shared_postgres().await.create_database("in_place").await;
+    let url = url.unwrap();
+    let store = PostgresStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    let create = "CREATE TABLE effect (message_id text NOT NULL, member text NOT NULL); CREATE SEQUENCE attempt";
+    sqlx::raw_sql(create).execute(store.pool()).await.unwrap();
+    let messages = vec![house.message("k", 0, "fail"), house.message("j", 0, "ok")];
+    house.publish(messages).await;
+    let brokers = shared_kafka().await.brokers();
+    let start = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_consumer_process"));
+        command
+            .args([&house.topic, &house.name, "range", "member", "in-place"])
+            .env("RELAYBOX_POSTGRES_URL", &url)
+            .env("RELAYBOX_KAFKA_BROKERS", &brokers)
+            .env("RUST_LOG", "error")
+            .stdin(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let pipe = child.stdin.take();
+        (Process(child), pipe)
+    };
+    for failures in 1..=2 {
+        let (mut process, _pipe) = start();
+        eventually(DEADLINE, "it waits", || async {
+            let noted = Some(WaitingState::Noted);
+            let noted = WaitingStore::list(&store, &house.name, noted, 0, 9).await;
+            noted
+                .unwrap()
+                .iter()
+                .any(|note| note.retry_count >= failures)
+        })
+        .await;
+        process.kill();
+    }
+    let (process, pipe) = start();
+    eventually(DEADLINE, "the next one is handled", || async {
+        let count: i64 = sqlx::query_scalar("SELECT count(*) FROM effect")
+            .fetch_one(store.pool())
+            .await
+            .unwrap();
+        count == 1
+    })
+    .await;
+    let letters = DeadLetterStore::list(&store, &house.name, 0, 9)
+        .await
+        .unwrap();
+    assert_eq!(
+        letters.len(),
+        1,
+        "it is dead before the next one is handled"
+    );
+    assert_eq!(letters[0].letter.story.retry_count, 4);
+    let attempts: i64 = sqlx::query_scalar("SELECT last_value FROM attempt")
+        .fetch_one(store.pool())
+        .await
+        .unwrap();
+    // A kill in the middle of an attempt, on a slow machine, makes that one again.
+    assert!((4..=6).contains(&attempts), "{attempts} attempts");
+    let stop = move || {
+        process.stop();
+        drop(pipe);
+    };
+    tokio::task::spawn_blocking(stop).await.unwrap();
 }
 
 #[tokio::test]

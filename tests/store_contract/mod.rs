@@ -13,6 +13,7 @@ mod redrive;
 mod relays;
 mod versions;
 mod waiting;
+mod waiting_model;
 
 pub use admin::*;
 pub use aside::*;
@@ -24,7 +25,15 @@ pub use parking::*;
 pub use redrive::*;
 pub use relays::*;
 pub use versions::*;
-pub use waiting::*;
+pub use waiting::{
+    a_follower_and_the_end_of_its_head_never_miss_each_other, a_held_line_is_listed_and_counted,
+    a_message_that_fails_again_keeps_its_place_and_voids_its_claim,
+    a_row_is_one_holders_until_its_lease_ends_and_then_it_is_told_so,
+    notes_are_recalled_with_what_is_left_of_the_wait_and_cleaned_up,
+    nothing_is_claimed_before_its_time_and_the_next_time_is_told,
+    what_waits_keeps_every_byte_and_its_story,
+};
+pub use waiting_model::*;
 
 use std::future::Future;
 use std::time::Duration;

@@ -171,6 +171,7 @@ fn an_adapter_that_lacks_a_file_is_seen() {
         "dead_letters",
         "redrive",
         "versions",
+        "waiting",
         "sql",
         "error",
     ];

@@ -143,7 +143,7 @@ impl WaitingSql {
             hold_claimed: safe(format!(
                 "WITH {durable} UPDATE {t}waiting w SET state = 'held', due_at = NULL, visible_at = NULL, \
                     token = {NEXT_TOKEN}, retry_count = $3, last_error = $4, reason = $5 FROM durable \
-                 WHERE w.position = $1 AND w.token = $2 AND w.state = 'due'"
+                 WHERE w.position = $1 AND w.token = $2 AND w.state = 'due' AND w.line IS NOT NULL"
             )),
             hold: safe(format!(
                 "WITH {durable} INSERT INTO {t}waiting AS w ({columns}) \

@@ -119,7 +119,7 @@ impl WaitingSql {
             hold_claimed: safe(format!(
                 "UPDATE {t}waiting SET state = 'held', due_at = NULL, visible_at = NULL, token = {NEXT_TOKEN}, \
                     retry_count = ?3, last_error = ?4, reason = ?5 \
-                 WHERE position = ?1 AND token = ?2 AND state = 'due'"
+                 WHERE position = ?1 AND token = ?2 AND state = 'due' AND line IS NOT NULL"
             )),
             hold: safe(format!(
                 "INSERT INTO {t}waiting ({columns}) \

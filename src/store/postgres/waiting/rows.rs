@@ -1,0 +1,138 @@
+//! What is bound and read.
+
+use std::time::Duration;
+
+use sqlx::postgres::{PgArguments, PgRow};
+use sqlx::query::Query;
+use sqlx::{Postgres, Row};
+use time::OffsetDateTime;
+
+use crate::envelope::Outgoing;
+use crate::error::Result;
+use crate::message::MessageId;
+use crate::store::header_codec::{self, without_nul};
+use crate::store::postgres::{error, micros, read_message, size};
+use crate::store::{Claim, Claimed, Line, Waiting, WaitingEntry, WaitingState};
+use crate::story::{Origin, Reason, Story};
+
+pub(super) type Bound<'q> = Query<'q, Postgres, PgArguments>;
+
+/// Binds the parameters 1 to 13.
+pub(super) fn bound<'q>(
+    query: Bound<'q>,
+    consumer: &'q str,
+    identity: [u8; 16],
+    delay: Duration,
+    story: &'q Story,
+) -> Bound<'q> {
+    let text = |text: &'q Option<String>| text.as_deref().map(without_nul);
+    let origin = story.origin.as_ref();
+    query
+        .bind(consumer)
+        .bind(identity.to_vec())
+        .bind(micros(delay))
+        .bind(i64::from(story.redrive_count))
+        .bind(story.reason.as_ref().map(Reason::as_str))
+        .bind(i64::from(story.retry_count))
+        .bind(story.first_failed_at)
+        .bind(story.last_failed_at)
+        .bind(text(&story.last_error))
+        .bind(origin.map(|origin| without_nul(&origin.topic)))
+        .bind(origin.and_then(|origin| text(&origin.partition)))
+        .bind(origin.and_then(|origin| text(&origin.offset)))
+        .bind(text(&story.consumer))
+}
+
+/// Binds the parameters 14 to 25.
+pub(super) fn with_message<'q>(
+    query: Bound<'q>,
+    waiting: &'q Waiting,
+    line: Option<Line>,
+) -> Bound<'q> {
+    let message = &waiting.letter.message;
+    query
+        .bind(line.map(|line| line.as_bytes().to_vec()))
+        .bind(without_nul(&waiting.source))
+        .bind(without_nul(message.id.as_str()))
+        .bind(without_nul(&message.destination))
+        .bind(message.key.as_deref())
+        .bind(without_nul(&message.event_type))
+        .bind(message.content_type.as_deref().map(without_nul))
+        .bind(header_codec::encode(message))
+        .bind(message.payload.as_deref())
+        .bind(message.version)
+        .bind(message.occurred_at)
+        .bind(size(message))
+}
+
+/// Reads the columns of a story, of which the first has number `first`.
+pub(super) fn read_story(row: &PgRow, first: usize) -> Result<Story, sqlx::Error> {
+    let count = |count: i64| u32::try_from(count).unwrap_or(u32::MAX);
+    let reason: Option<&str> = row.try_get(first + 1)?;
+    let topic: Option<String> = row.try_get(first + 6)?;
+    let (partition, offset) = (row.try_get(first + 7)?, row.try_get(first + 8)?);
+    Ok(Story {
+        origin: topic.map(|topic| Origin {
+            topic,
+            partition,
+            offset,
+        }),
+        consumer: row.try_get(first + 9)?,
+        retry_count: count(row.try_get(first + 2)?),
+        first_failed_at: row.try_get(first + 3)?,
+        last_failed_at: row.try_get(first + 4)?,
+        last_error: row.try_get(first + 5)?,
+        reason: reason.map(Reason::new),
+        redrive_count: count(row.try_get(first)?),
+        ..Story::default()
+    })
+}
+
+pub(super) fn duration(micros: i64) -> Duration {
+    Duration::from_micros(u64::try_from(micros).unwrap_or(0))
+}
+
+pub(super) fn read_claimed(row: &PgRow, position: i64) -> Result<Claimed> {
+    let message = read_message(row, 6)?;
+    let columns = || -> Result<Claimed, sqlx::Error> {
+        let late: Option<i64> = row.try_get(5)?;
+        Ok(Claimed {
+            claim: Claim {
+                position,
+                token: row.try_get(1)?,
+            },
+            source: row.try_get(2)?,
+            letter: Outgoing {
+                message,
+                story: read_story(row, 15)?,
+            },
+            parked: row.try_get(3)?,
+            again: row.try_get(4)?,
+            late: duration(late.unwrap_or_default()),
+        })
+    };
+    columns().map_err(|e| error::of_statement("claim", e))
+}
+
+pub(super) fn read_entry(row: &PgRow) -> Result<WaitingEntry, sqlx::Error> {
+    let (state, id): (&str, String) = (row.try_get(1)?, row.try_get(4)?);
+    let retries: i64 = row.try_get(5)?;
+    Ok(WaitingEntry::new(
+        row.try_get(0)?,
+        WaitingState::read(state),
+        row.try_get(2)?,
+        row.try_get(3)?,
+        MessageId::new(id),
+        u32::try_from(retries).unwrap_or(u32::MAX),
+        row.try_get(6)?,
+        row.try_get::<Option<OffsetDateTime>, _>(7)?,
+        row.try_get(8)?,
+    ))
+}
+
+pub(super) fn both(claims: &[Claim]) -> (Vec<i64>, Vec<i64>) {
+    claims
+        .iter()
+        .map(|claim| (claim.position, claim.token))
+        .unzip()
+}

@@ -1,0 +1,91 @@
+//! Ladders whose messages wait in their place.
+
+use std::sync::atomic::Ordering;
+
+use relaybox::Message;
+use relaybox::consumer::{Consumer, handler_fn};
+use relaybox::store::WaitingState;
+use relaybox::testing::eventually;
+
+use super::support::{DEADLINE, House, loaded, quick, run, to};
+use super::waiting::{Log, MS, fixed, message, obey};
+
+#[tokio::test]
+async fn in_place_a_partition_keeps_its_order_and_others_go_on() {
+    let house = House::new().await;
+    house.broker.create_topic("single", 2).unwrap();
+    let log = Log::default();
+    // Keys of both partitions.
+    let on = |partition: &str, messages: Vec<Message>| {
+        let key = partition.to_owned();
+        to("single", messages)
+            .into_iter()
+            .map(move |message| message.with_key(key.clone()))
+            .collect::<Vec<_>>()
+    };
+    let keys: Vec<String> = (0..50).map(|n| format!("key-{n}")).collect();
+    for key in &keys {
+        let probe = on(key, vec![message(key, 0, "ok")]);
+        house.publish(&probe).await;
+    }
+    let mut failing = on("key-0", vec![message("f", 0, "fail 2")]);
+    failing.extend(on("key-0", vec![message("f", 1, "ok")]));
+    house.publish(&failing).await;
+    let consumer = Consumer::new(
+        "billing",
+        "single",
+        house.broker.clone(),
+        house.store.clone(),
+    )
+    .with_ladder(fixed(100, 5).in_place())
+    .with_waiting_room(house.store.clone())
+    .with_config(quick());
+    let counts = consumer.counts();
+    let consumer = run(consumer, handler_fn(log.clone(), obey));
+    house.handled(52).await;
+    consumer.stop().await.unwrap();
+    assert_eq!(log.of("f-"), ["f-0", "f-0", "f-0", "f-1"]);
+    assert_eq!(loaded(&counts.retried), 2);
+    assert_eq!(house.counted(WaitingState::Noted).await, 0);
+}
+
+#[tokio::test]
+async fn in_place_attempts_are_counted_across_a_kill_and_the_wait_is_kept() {
+    let house = House::new().await;
+    let log = Log::default();
+    log.closed.store(true, Ordering::SeqCst);
+    house
+        .publish(&[message("k", 0, "ok"), message("k", 1, "ok")])
+        .await;
+    let ladder = || fixed(300, 3).in_place();
+    let consumer = house.wait_with(ladder(), handler_fn(log.clone(), obey));
+    eventually(DEADLINE, "it has failed and waits", || async {
+        house.counted(WaitingState::Noted).await == 1
+    })
+    .await;
+    consumer.kill().await;
+    let consumer = house.wait_with(ladder(), handler_fn(log.clone(), obey));
+    eventually(DEADLINE, "both are dead", || async {
+        house.dead("billing").len() == 2
+    })
+    .await;
+    house.handled(2).await;
+    consumer.stop().await.unwrap();
+    let attempts = log.attempts.lock().unwrap().clone();
+    let of = |id: &str| {
+        attempts
+            .iter()
+            .filter(|(of, ..)| of == id)
+            .cloned()
+            .collect::<Vec<_>>()
+    };
+    let counts: Vec<u32> = of("k-0").iter().map(|(_, count, _)| *count).collect();
+    assert_eq!(counts, [0, 1, 2], "no attempt is made twice, or forgotten");
+    assert!(
+        of("k-0")
+            .windows(2)
+            .all(|pair| pair[1].2 - pair[0].2 >= 300 * MS)
+    );
+    assert!(of("k-0")[2].2 < of("k-1")[0].2, "the order is kept");
+    assert_eq!(house.reasons()["k-0"], ("retries-exhausted".into(), 3));
+}
