@@ -368,6 +368,44 @@ async fn a_claim_of_a_member_that_died_comes_again_and_counts_no_attempt_for_tha
     assert!(house.dead("billing").is_empty());
 }
 
+/// Its table is gone for a while, as in an outage of the database that only the room notices.
+#[tokio::test]
+async fn while_the_room_is_away_nothing_is_acknowledged_and_no_attempt_is_burnt() {
+    for ladder in [fixed(10, 2).stored(), fixed(10, 2).by_key(DeadHead::Skip)] {
+        let house = House::new().await;
+        let log = Log::default();
+        house.publish(&[message("w", 0, "ok")]).await;
+        let consumer = house.waiting(ladder);
+        let probe = consumer.probe();
+        let consumer = run(consumer, handler_fn(log.clone(), obey));
+        house.handled(1).await;
+        let rename = async |from: &str, to: &str| {
+            let sql = format!("ALTER TABLE {from} RENAME TO {to}");
+            let sql = sqlx::AssertSqlSafe(sql);
+            sqlx::raw_sql(sql)
+                .execute(house.store.pool())
+                .await
+                .unwrap();
+        };
+        rename("relaybox_waiting", "elsewhere").await;
+        house
+            .publish(&[message("k", 0, "fail 1"), message("k", 1, "ok")])
+            .await;
+        eventually(DEADLINE, "the room is missed", || async {
+            !probe.readiness().is_ready()
+        })
+        .await;
+        let read: u64 = house.broker.committed("billing", "orders").iter().sum();
+        assert_eq!(read, 1, "what may have failed is not acknowledged");
+        rename("elsewhere", "relaybox_waiting").await;
+        house.handled(3).await;
+        consumer.stop().await.unwrap();
+        assert_eq!(log.of("k").iter().filter(|id| *id == "k-0").count(), 2);
+        assert_eq!(log.of("k").len(), 3);
+        assert!(house.dead("billing").is_empty());
+    }
+}
+
 #[tokio::test]
 async fn a_ladder_without_a_room_or_affinity_is_refused_at_start() {
     let house = House::new().await;
