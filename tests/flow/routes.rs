@@ -298,7 +298,7 @@ async fn work_outside_of_a_transaction_has_routes_too() {
 async fn a_suspect_that_waits_for_a_local_try_is_blamed_for_no_crash_meanwhile() {
     let house = House::new().await;
     let clock = ManualClock::default();
-    house.publish(&[order("m-0", "k", "busy 1")]).await;
+    house.publish(&[order("m-0", "k", "busy 2")]).await;
     let calls = Shared::default();
     let routes = || Routes::new().with("busy", local(1, Duration::from_secs(10)));
     let start = || {
