@@ -39,6 +39,8 @@ async fn note(seen: &Seen, incoming: &Incoming) -> Outcome {
 
 struct Scene {
     broker: Arc<dyn Broker>,
+    /// Of the members with the earlier ladder: others than those with the present one, so that no place in a group is inherited.
+    earlier: Arc<dyn Broker>,
     place: Place,
     topic: String,
 }
@@ -55,6 +57,7 @@ impl Scene {
         place::prepare(&place, &topic).await.unwrap();
         let broker = place::connect(&place, &topic, "test").await.unwrap();
         Self {
+            earlier: place::connect(&place, &topic, "earlier").await.unwrap(),
             broker,
             place,
             topic,
@@ -68,9 +71,13 @@ impl Scene {
     }
 
     fn consumer(&self, name: &str, delay: Duration) -> Consumer<NoInbox> {
-        // Two members of one client's name would fence each other.
+        let broker = if delay == EARLIER {
+            &self.earlier
+        } else {
+            &self.broker
+        };
         let config = ConsumerConfig::default().with_shutdown_deadline(Duration::from_secs(5));
-        Consumer::new(name, &*self.topic, self.broker.clone(), NoInbox)
+        Consumer::new(name, &*self.topic, broker.clone(), NoInbox)
             .with_ladder(Ladder::rungs([delay]))
             .with_config(config)
     }
