@@ -10,7 +10,8 @@ use crate::store::InboxStore;
 use super::form::Form;
 use super::job::Job;
 use super::outcome::Failure;
-use super::process::{Leave, Pauses, Processor};
+use super::pauses::Pauses;
+use super::process::{Leave, Processor};
 use super::routes::Next;
 use super::tell::Became;
 

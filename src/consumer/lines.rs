@@ -14,7 +14,8 @@ use crate::story::Story;
 
 use super::form::Form;
 use super::job::{Job, Lot, ended_its_process};
-use super::process::{Leave, Pauses, Processor};
+use super::pauses::Pauses;
+use super::process::{Leave, Processor};
 use super::room::Room;
 use super::tell::Became;
 

@@ -9,7 +9,6 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use tracing::{Instrument, Span, debug, error, warn};
 
-use crate::backoff::{DelayPolicy, Delays, Jitter};
 use crate::broker::{Receipt, Settlement};
 use crate::clock::Clock;
 use crate::dlq::Refused;
@@ -27,14 +26,10 @@ use super::health::Condition;
 use super::job::{Homes, Job, Lot};
 use super::lines::Admitted;
 use super::outcome::Failure;
+use super::pauses::{PAUSE_MIN, Pauses};
 use super::routes::Routes;
 use super::suspects::{Memory, Standing};
 use super::tell::{Became, tell_attempt, tell_crash, tell_end, tell_lateness, tell_refused};
-
-/// Local re-runs of one attempt after conflicts and broken connections; beyond that it counts as failed.
-const RERUNS_MAX: u32 = 10;
-/// However the pauses are set, nobody asks a database that is away without one.
-const PAUSE_MIN: Duration = Duration::from_millis(10);
 
 /// How long a message stays away that is being handled elsewhere.
 const BUSY_DELAY: Duration = Duration::from_secs(1);
@@ -457,8 +452,7 @@ where
 
     /// The pause before the transaction is run again; `None` when that was often enough.
     fn quick(&self, pauses: &mut Pauses, failure: &Failure) -> Option<Duration> {
-        pauses.reruns += 1;
-        let pause = (pauses.reruns <= RERUNS_MAX).then(|| pauses.quick.next_delay());
+        let pause = pauses.quick();
         if pause.is_some() {
             debug!(consumer = self.inbox.consumer, reruns = pauses.reruns, %failure, "transaction is run again");
         }
@@ -468,7 +462,7 @@ where
     pub(super) fn patient(&self, pauses: &mut Pauses, error: &Error) -> Duration {
         warn!(consumer = self.inbox.consumer, %error, "database away; the message waits");
         self.condition.database(Some(error));
-        pauses.patient.next_delay().max(PAUSE_MIN)
+        pauses.patient()
     }
 
     /// Waits; `true` when the consumer is told to stop meanwhile.
@@ -476,26 +470,6 @@ where
         tokio::select! {
             () = self.clock.sleep(pause) => false,
             _ = leave.stop.wait_for(|stop| *stop) => true,
-        }
-    }
-}
-
-/// How long to wait before a transaction is run again, and while the database is away.
-pub(super) struct Pauses {
-    reruns: u32,
-    quick: Delays,
-    patient: Delays,
-}
-
-impl Pauses {
-    pub(super) fn new(config: &ConsumerConfig) -> Self {
-        let quick = DelayPolicy::exponential(Duration::from_millis(10))
-            .with_jitter(Jitter::Equal)
-            .with_cap(Duration::from_secs(1));
-        Self {
-            reruns: 0,
-            quick: quick.delays(fastrand::u64(..)),
-            patient: config.backoff.delays(fastrand::u64(..)),
         }
     }
 }

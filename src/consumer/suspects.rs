@@ -14,7 +14,8 @@ use crate::store::{InboxStore, Recorded};
 
 use super::form::Form;
 use super::job::{Job, Lot};
-use super::process::{Leave, Pauses, Processor};
+use super::pauses::Pauses;
+use super::process::{Leave, Processor};
 
 /// How long a stop may take to note that it cut work off.
 const CUT_OFF_MAX: Duration = Duration::from_secs(2);
