@@ -339,14 +339,15 @@ CREATE TABLE relaybox_waiting (
     occurred_at      timestamptz NOT NULL,
     size             int         NOT NULL,
     stored_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
-    UNIQUE (consumer, identity)
+    -- In this order, so that no planner, whatever it believes, finds a consumer's due rows by walking over all of them.
+    UNIQUE (identity, consumer)
 ) WITH (
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_threshold = 2000
 );
 
 -- Finds what is due: neither what waits for its time nor what waits behind others is in the way.
-CREATE INDEX ON relaybox_waiting (consumer, visible_at) WHERE state = 'due';
+CREATE INDEX ON relaybox_waiting (consumer, visible_at, position) WHERE state = 'due';
 -- Finds the ends of a line.
 CREATE INDEX ON relaybox_waiting (consumer, line, position) WHERE line IS NOT NULL;
 -- Finds notes that are old.

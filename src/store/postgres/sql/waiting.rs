@@ -83,8 +83,8 @@ impl WaitingSql {
                  FROM durable ON CONFLICT DO NOTHING"
             )),
             occupied: safe(format!(
-                "SELECT l.line FROM unnest($2::bytea[]) AS l(line) WHERE EXISTS ( \
-                    SELECT 1 FROM {t}waiting w WHERE w.consumer = $1 AND w.line = l.line)"
+                "SELECT l.line FROM unnest($2::bytea[]) AS l(line) CROSS JOIN LATERAL ( \
+                    SELECT 1 FROM {t}waiting w WHERE w.consumer = $1 AND w.line = l.line LIMIT 1) one"
             )),
             lock_last: safe(format!(
                 "SELECT position FROM {t}waiting WHERE consumer = $1 AND line = $2 \
@@ -94,7 +94,7 @@ impl WaitingSql {
             claim: safe(format!(
                 "WITH due AS MATERIALIZED ( \
                     SELECT position FROM {t}waiting \
-                    WHERE consumer = $1 AND state = 'due' AND visible_at <= clock_timestamp() \
+                    WHERE consumer = $1 AND state = 'due' AND visible_at <= (SELECT clock_timestamp()) \
                     ORDER BY visible_at, position LIMIT $2 FOR UPDATE SKIP LOCKED), \
                  claimed AS ( \
                     UPDATE {t}waiting w SET token = {NEXT_TOKEN}, claims = w.claims + 1, visible_at = {lease} \
@@ -105,7 +105,7 @@ impl WaitingSql {
                  SELECT c.*, ( \
                     SELECT (extract(epoch FROM visible_at - clock_timestamp()) * 1000000)::bigint \
                     FROM {t}waiting \
-                    WHERE consumer = $1 AND state = 'due' AND visible_at > clock_timestamp() \
+                    WHERE consumer = $1 AND state = 'due' AND visible_at > (SELECT clock_timestamp()) \
                     ORDER BY visible_at LIMIT 1) \
                  FROM (SELECT 1) one LEFT JOIN claimed c ON true ORDER BY c.late DESC, c.position",
                 lease = after("$3"),
