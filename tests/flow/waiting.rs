@@ -335,6 +335,28 @@ async fn what_waits_survives_a_restart_and_a_change_of_the_ladder() {
 }
 
 #[tokio::test]
+async fn a_restart_makes_nothing_due_earlier() {
+    let house = House::new().await;
+    let log = Log::default();
+    let delay = 1_500 * MS;
+    house.publish(&[message("a", 0, "fail 1")]).await;
+    let ladder = || fixed(1_500, 3);
+    let first = house.wait_with(ladder(), handler_fn(log.clone(), obey));
+    eventually(DEADLINE, "it waits", || async {
+        house.counted(WaitingState::Due).await == 1
+    })
+    .await;
+    first.stop().await.unwrap();
+    let second = house.wait_with(ladder(), handler_fn(log.clone(), obey));
+    house.handled(1).await;
+    second.stop().await.unwrap();
+    let attempts = log.attempts.lock().unwrap().clone();
+    assert_eq!(attempts.len(), 2);
+    let passed = attempts[1].2 - attempts[0].2;
+    assert!(passed >= delay, "{passed:?}");
+}
+
+#[tokio::test]
 async fn a_claim_of_a_member_that_died_comes_again_and_counts_no_attempt_for_that() {
     let house = House::new().await;
     let (entered, never) = (Signal::default(), Signal::default());
