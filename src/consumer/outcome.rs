@@ -51,7 +51,8 @@ pub struct Failure {
     class: Cow<'static, str>,
     text: String,
     reason: Option<Reason>,
-    route: Option<Route>,
+    /// Boxed, because most have none.
+    route: Option<Box<Route>>,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
@@ -135,12 +136,12 @@ impl Failure {
 
     /// Sends it a way, unless it has one.
     pub(super) fn on(mut self, route: Option<Route>) -> Self {
-        self.route = self.route.or(route);
+        self.route = self.route.or_else(|| route.map(Box::new));
         self
     }
 
-    pub(super) const fn route(&self) -> Option<&Route> {
-        self.route.as_ref()
+    pub(super) fn route(&self) -> Option<&Route> {
+        self.route.as_deref()
     }
 
     /// What [`with_class`](Self::with_class) said, or `handler`, `panic`, `timeout` or `crash`.

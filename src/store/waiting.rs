@@ -380,9 +380,7 @@ mod tests {
     use crate::message::Message;
 
     fn waiting(source: &str, id: &str, key: &str) -> Waiting {
-        let message = Message::new(source, "T")
-            .with_id(id)
-            .with_key(key.to_owned());
+        let message = Message::new(source, "T").with_id(id).with_key(key);
         Waiting {
             source: source.into(),
             known_as: id.into(),
