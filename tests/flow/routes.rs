@@ -46,7 +46,7 @@ fn answer(calls: &Shared<String>, id: &str, incoming: &Incoming) -> Outcome {
 fn order(id: &str, key: &str, payload: &str) -> Message {
     Message::new("orders", "Order")
         .with_id(id)
-        .with_key(key.to_owned())
+        .with_key(key)
         .with_payload(payload.to_owned())
 }
 

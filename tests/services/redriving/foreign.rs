@@ -22,10 +22,13 @@ const DAMAGED: [(&str, &[u8]); 5] = [
     ("x-version", b"seven"),
 ];
 
+/// Headers and payload.
+type Raw<'a> = (&'a [(&'a str, &'a [u8])], &'a str);
+
 /// Two letters without an id that are equal, one with damaged headers and one wrapped.
 async fn put_raw(scene: &Scene) {
     let name = scene.dead_letters();
-    let letters: [(&[(&str, &[u8])], &str); 4] = [
+    let letters: [Raw<'_>; 4] = [
         (&[], "plain"),
         (&[], "plain"),
         (&DAMAGED, "damaged"),

@@ -25,11 +25,8 @@ use sqlx::{Executor, PgConnection};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::end_to_end::broker::{self, Place, Product};
-
-#[allow(dead_code)]
-#[path = "../../fragile_process/place.rs"]
-mod place;
+use crate::end_to_end::broker::{Place, Product};
+use crate::fragile::place;
 
 /// Longest wait for anything that must happen; only a failing test waits that long.
 const DEADLINE: Duration = Duration::from_secs(180);
