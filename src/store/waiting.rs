@@ -214,6 +214,7 @@ pub struct WaitingEntry {
 impl WaitingEntry {
     /// An entry of what an adapter has read.
     #[expect(clippy::too_many_arguments, reason = "one for each column")]
+    #[cfg(any(feature = "postgres", feature = "sqlite"))]
     pub(crate) const fn new(
         position: i64,
         state: Option<WaitingState>,
