@@ -66,9 +66,14 @@ async fn waiting_messages_use_a_connection_in_a_row_and_each_its_own_where_that_
         house.consumed().await;
         consumer.stop().await;
         assert_eq!(house.effects().await.len(), MESSAGES);
-        let released = released.load(Ordering::SeqCst);
         // The check at start and the clean-up are among them.
-        assert_eq!(released >= MESSAGES as u64, alone, "{released} times");
+        let each = || released.load(Ordering::SeqCst) >= MESSAGES as u64;
+        if alone {
+            // A connection goes back in a task of its own.
+            eventually(DEADLINE, "each message gave it back", || async { each() }).await;
+        } else {
+            assert!(!each(), "{released:?} times");
+        }
     }
 }
 
