@@ -36,12 +36,12 @@ fn one_at_a_time() -> ConsumerConfig {
         .with_shutdown_deadline(Duration::from_secs(5))
 }
 
-/// A pool of two, and how often a connection went back to it.
+/// A pool with connections to spare while the inbox is cleaned up, and how often one went back to it.
 async fn counted(house: &House) -> (PostgresStore, Arc<AtomicU64>) {
     let count = Arc::new(AtomicU64::new(0));
     let released = count.clone();
     let pool = PgPoolOptions::new()
-        .max_connections(2)
+        .max_connections(4)
         .after_release(move |_, _| {
             released.fetch_add(1, Ordering::SeqCst);
             Box::pin(async { Ok(true) })
