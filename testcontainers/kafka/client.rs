@@ -6,6 +6,7 @@ use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::types::RDKafkaErrorCode;
 use tokio::runtime::Handle;
 
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
@@ -119,11 +120,23 @@ pub(super) fn end_offsets(brokers: &str, name: &str) -> Result<Vec<i64>, String>
     partitions.sort_unstable();
     partitions
         .into_iter()
-        .map(|partition| {
-            consumer
-                .fetch_watermarks(name, partition, TOPIC_WITHIN)
-                .map(|(_, end)| end)
-                .map_err(|error| format!("{name}, partition {partition}: {error}"))
-        })
+        .map(|partition| end_offset(&consumer, name, partition))
         .collect()
+}
+
+/// A topic that was just made may have no leader that knows of it yet.
+fn end_offset(consumer: &BaseConsumer, name: &str, partition: i32) -> Result<i64, String> {
+    let until = Instant::now() + TOPIC_WITHIN;
+    loop {
+        match consumer.fetch_watermarks(name, partition, TOPIC_WITHIN) {
+            Ok((_, end)) => return Ok(end),
+            Err(error)
+                if error.rdkafka_error_code() == Some(RDKafkaErrorCode::NotLeaderForPartition)
+                    && Instant::now() < until =>
+            {
+                std::thread::sleep(POLL);
+            }
+            Err(error) => return Err(format!("{name}, partition {partition}: {error}")),
+        }
+    }
 }
