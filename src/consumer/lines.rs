@@ -14,7 +14,6 @@ use crate::story::Story;
 
 use super::form::Form;
 use super::job::{Job, Lot, ended_its_process};
-use super::pauses::Pauses;
 use super::process::{Leave, Processor};
 use super::room::Room;
 use super::tell::Became;
@@ -161,18 +160,7 @@ where
     where
         A: Future<Output = Result<T>>,
     {
-        let mut pauses = Pauses::new(&self.config);
-        loop {
-            match ask().await {
-                Ok(answer) => return Some(answer),
-                Err(error) => {
-                    let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
-                        return None;
-                    }
-                }
-            }
-        }
+        self.ask_while(|| true, leave, ask).await
     }
 }
 

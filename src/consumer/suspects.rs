@@ -92,8 +92,22 @@ where
     where
         A: Future<Output = Result<T, Error>>,
     {
+        self.ask_while(|| job.receipt.is_current(), leave, ask)
+            .await
+    }
+
+    /// The same, as long as something holds.
+    pub(super) async fn ask_while<T, A>(
+        &self,
+        holds: impl Fn() -> bool,
+        leave: &mut Leave<S::Transaction>,
+        ask: impl Fn() -> A,
+    ) -> Option<T>
+    where
+        A: Future<Output = Result<T, Error>>,
+    {
         let mut pauses = Pauses::new(&self.config);
-        while job.receipt.is_current() {
+        while holds() {
             match ask().await {
                 Ok(answer) => return Some(answer),
                 Err(error) => {
