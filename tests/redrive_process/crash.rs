@@ -138,6 +138,10 @@ impl Subscriber for FragileBroker {
         self.inner.lag(consumer, source)
     }
 
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        self.inner.destinations(prefix)
+    }
+
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         self.inner.retention(source)
     }
