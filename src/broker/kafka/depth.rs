@@ -12,9 +12,12 @@ use time::OffsetDateTime;
 use super::config::KafkaConfig;
 use super::context::Context;
 use super::control::{Control, blocking, create_with, end_aside};
-use super::error::mapped;
+use super::error::{awaits_leader, mapped};
 use crate::broker::Backlog;
 use crate::error::Result;
+
+/// Between two looks for a partition's leader.
+const LEADER_POLL: Duration = Duration::from_millis(100);
 
 /// What is asked about.
 struct Question {
@@ -91,10 +94,7 @@ impl Question {
         let mut stretches = Vec::new();
         for element in list.elements() {
             let partition = element.partition();
-            let client = self.control.client();
-            let (low, to) = client
-                .fetch_watermarks(&self.topic, partition, self.left())
-                .map_err(|source| self.failed(source))?;
+            let (low, to) = self.watermarks(partition)?;
             let from = match element.offset() {
                 Offset::Offset(committed) => committed.max(low),
                 _ => low,
@@ -108,6 +108,19 @@ impl Question {
             }
         }
         self.count(reader, &stretches)
+    }
+
+    /// Of one partition. Its leader may be changing, as it is for a moment after its topic was made: asked again then.
+    fn watermarks(&self, partition: i32) -> Result<(i64, i64)> {
+        let client = self.control.client();
+        loop {
+            match client.fetch_watermarks(&self.topic, partition, self.left()) {
+                Err(source) if awaits_leader(&source) && self.left() > LEADER_POLL => {
+                    std::thread::sleep(LEADER_POLL);
+                }
+                answer => return answer.map_err(|source| self.failed(source)),
+            }
+        }
     }
 
     /// Reads the first record of each stretch: its age, and whether there is one at all, because markers of

@@ -63,6 +63,14 @@ const fn verdict(code: Code) -> Verdict {
     }
 }
 
+/// Whether a partition has no leader at the moment, or the one that was asked does not know that it is.
+pub(super) fn awaits_leader(error: &KafkaError) -> bool {
+    matches!(
+        error.rdkafka_error_code(),
+        Some(Code::NotLeaderForPartition | Code::LeaderNotAvailable)
+    )
+}
+
 /// Why no broker serves a client at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trouble {
@@ -197,6 +205,15 @@ mod tests {
         ] {
             assert_eq!(verdict_on_delivery(&production(code)), Verdict::Unknown);
         }
+    }
+
+    #[test]
+    fn a_change_of_leader_is_waited_for_and_a_missing_topic_is_not() {
+        let fetched = KafkaError::MetadataFetch;
+        assert!(awaits_leader(&fetched(Code::NotLeaderForPartition)));
+        assert!(awaits_leader(&fetched(Code::LeaderNotAvailable)));
+        assert!(!awaits_leader(&fetched(Code::UnknownTopicOrPartition)));
+        assert!(!awaits_leader(&fetched(Code::AllBrokersDown)));
     }
 
     #[test]
