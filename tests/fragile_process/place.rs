@@ -11,9 +11,11 @@ use relaybox::ladder::Ladder;
 
 use super::broker::{Place, Product};
 
-const PUBLISH_DEADLINE: Duration = Duration::from_secs(10);
+/// Longer than a machine with a dozen of these processes is ever busy.
+const PUBLISH_DEADLINE: Duration = Duration::from_secs(60);
 /// How long the members of a group wait for one that died; one that is back under its name is not waited for.
-const SESSION: Duration = Duration::from_secs(6);
+/// As long, too: a member that is only slow must not lose what it has in hand.
+const SESSION: Duration = Duration::from_secs(30);
 const ACK_WAIT: Duration = Duration::from_secs(2);
 /// As long as that a copy that was sent can be sent again: a death undoes what is not committed.
 const COMMIT_INTERVAL: Duration = Duration::from_millis(50);
