@@ -15,7 +15,7 @@ use relaybox::broker::{FailureScope, PublishOutcome, Publisher, RejectionScope, 
 use relaybox::envelope::Outgoing;
 use relaybox::testing::{Fault, FaultyPublisher, Signal, eventually};
 
-const DEADLINE: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_secs(180);
 
 fn broker() -> MemoryBroker {
     let broker = MemoryBroker::new();

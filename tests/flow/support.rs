@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 /// Longest wait for anything that must happen; only a failing test waits that long.
-pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const DEADLINE: Duration = Duration::from_secs(180);
 
 pub struct House {
     _directory: TempDir,

@@ -41,7 +41,7 @@ pub trait World {
 /// `ev` orders together with both that follow it.
 const DESTINATIONS: [&str; 5] = ["ev", "ev.a", "ev.b", "mail", "shop"];
 /// Longest wait for everything to go out once all is well; only a failing case waits that long.
-const DEADLINE: Duration = Duration::from_secs(90);
+const DEADLINE: Duration = Duration::from_secs(180);
 
 /// Runs so many cases, some side by side. `RELAYBOX_SEED` names the first one, `RELAYBOX_CASES` another number of them.
 pub async fn cases<W, F>(count: u64, side_by_side: usize, start: impl Fn(u64) -> F)

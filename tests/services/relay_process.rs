@@ -18,7 +18,7 @@ use crate::postgres::Postgres;
 use crate::store_contract::Harness;
 
 /// Longest wait for anything that must happen; only a failing test waits that long.
-pub const DEADLINE: Duration = Duration::from_secs(60);
+pub const DEADLINE: Duration = Duration::from_secs(180);
 /// Of every relay here: as short as the ledger's publish deadline allows.
 pub const LEASE: Duration = Duration::from_secs(6);
 

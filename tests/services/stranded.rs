@@ -17,7 +17,7 @@ use crate::end_to_end::broker::{Place, Product};
 use crate::fragile::place;
 
 /// Longest wait for anything that must happen; only a failing test waits that long.
-const DEADLINE: Duration = Duration::from_secs(90);
+const DEADLINE: Duration = Duration::from_secs(180);
 const EARLIER: Duration = Duration::from_secs(8);
 
 /// What was handled, and whether before its time.

@@ -25,7 +25,7 @@ use tokio::task::JoinHandle;
 use super::end_to_end::Process;
 use super::{kafka, rabbitmq};
 
-const DEADLINE: Duration = Duration::from_secs(120);
+const DEADLINE: Duration = Duration::from_secs(180);
 const MS: Duration = Duration::from_millis(1);
 
 struct House<B> {

@@ -21,7 +21,7 @@ use relaybox_testcontainers::{NatsOptions, shared_nats, unique_name};
 
 pub const SECOND: Duration = Duration::from_secs(1);
 /// Longest wait for anything that must happen; only a failing test waits that long.
-pub const DEADLINE: Duration = Duration::from_secs(60);
+pub const DEADLINE: Duration = Duration::from_secs(180);
 
 /// Quick to see trouble.
 pub fn config(url: impl Into<String>) -> NatsConfig {

@@ -9,7 +9,7 @@ use sqlx::{Connection, PgConnection};
 
 use super::*;
 
-const DEADLINE: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_secs(180);
 const PID: &str = "SELECT pg_backend_pid()::bigint";
 
 async fn of_connections(h: &Postgres, count: u32) -> PostgresStore {

@@ -22,7 +22,7 @@ use super::*;
 /// Longest wait for what must happen at once; polling alone would take longer.
 const SOON: Duration = Duration::from_secs(6);
 /// Longest wait for anything else.
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(180);
 const IDLE_POLL_MAX: Duration = Duration::from_secs(30);
 
 const LISTENERS: &str = "SELECT count(*) FROM pg_stat_activity \

@@ -13,7 +13,7 @@ use crate::store_contract::{Harness, enqueue, keyed, pending};
 
 use super::*;
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(180);
 /// A pause that no test outlasts.
 const HOUR: Duration = Duration::from_secs(3_600);
 

@@ -23,7 +23,7 @@ use relaybox_testcontainers::{RabbitMqOptions, shared_rabbitmq, unique_name};
 
 pub const SECOND: Duration = Duration::from_secs(1);
 /// Longest wait for what must happen.
-pub const DEADLINE: Duration = Duration::from_secs(90);
+pub const DEADLINE: Duration = Duration::from_secs(180);
 
 pub fn config(url: String) -> RabbitMqConfig {
     RabbitMqConfig::new(url)
