@@ -39,6 +39,7 @@ enum Defect {
     CountsNothing,
     KeepsWhatIsNotThere,
     IsAlwaysWell,
+    NamesNothing,
 }
 
 #[derive(Clone)]
@@ -169,7 +170,10 @@ impl Subscriber for Worn {
     }
 
     fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
-        self.broker.destinations(prefix)
+        match self.defect {
+            Defect::NamesNothing => Box::pin(async { Ok(Vec::new()) }),
+            _ => self.broker.destinations(prefix),
+        }
     }
 
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
@@ -319,6 +323,10 @@ async fn each_defect_breaks_the_case_that_is_about_it() {
         (
             Defect::ForgetsWhenItIsDue,
             "a_rung_is_never_early_and_blocks_nobody",
+        ),
+        (
+            Defect::NamesNothing,
+            "a_rung_that_nobody_reads_is_named_or_comes_back_by_itself",
         ),
         (
             Defect::ChecksOnlyTheFirst,

@@ -29,6 +29,7 @@ macro_rules! __broker_cases {
             consuming a_released_delivery_comes_again_after_its_delay Nothing;
             consuming a_member_closes_though_its_deadline_never_comes Nothing;
             consuming a_rung_is_never_early_and_blocks_nobody Nothing;
+            consuming a_rung_that_nobody_reads_is_named_or_comes_back_by_itself Nothing;
             consuming no_more_than_in_flight_max_are_unsettled Nothing;
             consuming an_abandoned_receive_loses_nothing Nothing;
             consuming create_makes_rungs_and_dead_letters Nothing;

@@ -182,6 +182,44 @@ pub(super) async fn a_rung_is_never_early_and_blocks_nobody(fixture: &dyn Fixtur
     }
 }
 
+/// What a later ladder does not name would wait there for ever.
+pub(super) async fn a_rung_that_nobody_reads_is_named_or_comes_back_by_itself(
+    fixture: &dyn Fixture,
+) {
+    let source = fixture.topic(1).await;
+    let consumer = fresh("consumer");
+    let prefix = format!("{source}.{consumer}.");
+    let rung = Rung {
+        destination: format!("{prefix}earlier"),
+        delay: Duration::from_secs(1),
+        source: source.clone(),
+    };
+    let plain = || SubscriptionRequest::new(&consumer, vec![source.clone()]);
+    let mut request = plain();
+    request.rungs = vec![rung.clone()];
+    close(subscribe(fixture, request).await).await;
+    let subscriber = fixture.subscriber();
+    let named = within("names", subscriber.destinations(&prefix)).await;
+    let named = named.unwrap();
+    let others = format!("{prefix}earlier.than");
+    let others = within("names", subscriber.destinations(&others)).await;
+    assert_eq!(others.unwrap(), Vec::<String>::new());
+    if !named.is_empty() {
+        assert_eq!(named, [rung.destination]);
+        return;
+    }
+    let Outgoing { message, .. } = numbered(&rung.destination, "a", 1);
+    let story = Story {
+        consumer: Some(consumer.clone()),
+        ..Story::default()
+    };
+    let story = story.due(message.occurred_at + rung.delay);
+    publish_all(&*fixture.publisher(), &[Outgoing { message, story }]).await;
+    let mut subscription = subscribe(fixture, plain()).await;
+    let back = receive_count(&mut *subscription, 1).await;
+    assert_eq!(numbers(&back), [1]);
+}
+
 /// Subscription rule 4.
 pub(super) async fn no_more_than_in_flight_max_are_unsettled(fixture: &dyn Fixture) {
     let topic = fixture.topic(2).await;

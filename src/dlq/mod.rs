@@ -273,11 +273,16 @@ pub(crate) async fn send_copy(
 fn smaller(story: &Story) -> Vec<Story> {
     let mut stories = vec![story.shrunk()];
     if let Some(reason) = &story.reason {
-        let code = Story {
-            reason: Some(reason.clone()),
+        // The count of redrives is kept to the last: by it a letter is told from an earlier one of the same message.
+        let bare = Story {
+            redrive_count: story.redrive_count,
             ..Story::default()
         };
-        stories.extend([code, Story::default()]);
+        let code = Story {
+            reason: Some(reason.clone()),
+            ..bare.clone()
+        };
+        stories.extend([code, bare]);
     }
     stories
 }
@@ -295,5 +300,21 @@ async fn send(
             let detail = "the publisher gave no outcome to a message that stood alone";
             Err((None, Error::new(ErrorKind::Other, "publish", detail)))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::story::Reason;
+
+    #[test]
+    fn a_story_that_shrinks_still_tells_how_often_it_was_redriven() {
+        let mut story = Story::default().dead(Reason::new(Reason::PERMANENT));
+        story.redrive_count = 2;
+        let stories = smaller(&story);
+        assert_eq!(stories.len(), 3);
+        assert!(stories.iter().all(|story| story.redrive_count == 2));
+        assert_eq!(stories[2].reason, None);
     }
 }

@@ -30,6 +30,8 @@ pub struct LetterEntry {
     pub size: u64,
     /// When it was stored, by the database's clock.
     pub stored_at: OffsetDateTime,
+    /// When what it tells happened, as the message says.
+    pub occurred_at: OffsetDateTime,
 }
 
 impl LetterEntry {

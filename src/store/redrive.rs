@@ -1,5 +1,6 @@
 //! The redrive contract: what an operator sees of dead letters in a table, and the book that is kept of their leaving.
 
+use std::fmt;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -45,7 +46,8 @@ pub trait RedriveStore: DeadLetterStore {
     /// The position of the last entry there is, of any consumer; 0 when there is none.
     fn last_position(&self) -> BoxFuture<'_, Result<i64>>;
 
-    /// Deletes those of the entries that are there, with a row each in the audit; returns how many.
+    /// Deletes those of the entries that are there and that no run may have sent, with a row each in the audit; returns how
+    /// many. See [`may_have_sent`](Self::may_have_sent).
     fn take_out<'a>(
         &'a self,
         leaving: &'a [Leaving],
@@ -53,7 +55,7 @@ pub trait RedriveStore: DeadLetterStore {
     ) -> BoxFuture<'a, Result<u64>>;
 
     /// Puts a letter in the place of an entry, with a row about the old one in the audit; the new position, or `None` when
-    /// the entry is not there (any more) and nothing was done.
+    /// the entry is not there (any more) or a run [may have sent it](Self::may_have_sent), and nothing was done.
     fn replace<'a>(
         &'a self,
         old: &'a Leaving,
@@ -61,7 +63,16 @@ pub trait RedriveStore: DeadLetterStore {
         note: &'a Note<'a>,
     ) -> BoxFuture<'a, Result<Option<i64>>>;
 
-    /// Stores a letter as an entry of its own, with a row in the audit; its position.
+    /// A run that may have sent the entry at this position, with nobody knowing yet: the position lies behind its cursor and
+    /// within its reach. What is changed or thrown away then would have its effect all the same.
+    fn may_have_sent<'a>(
+        &'a self,
+        consumer: &'a str,
+        position: i64,
+    ) -> BoxFuture<'a, Result<Option<i64>>>;
+
+    /// Stores a letter as an entry of its own, with a row in the audit; its position. Repeating it after an error is harmless:
+    /// the same letter is one entry.
     fn enter<'a>(
         &'a self,
         new: &'a Outgoing,
@@ -91,6 +102,14 @@ pub trait RedriveStore: DeadLetterStore {
         id: i64,
         from: &'a [RunState],
     ) -> BoxFuture<'a, Result<Option<RunRow>>>;
+
+    /// Says that these entries are about to be sent: the last of them is the run's reach now. Returns the positions of those
+    /// that are there still, and nothing else may be sent; `None` when the token is not the run's any more or it does not run.
+    fn reach<'a>(
+        &'a self,
+        run: &'a RunRow,
+        positions: &'a [i64],
+    ) -> BoxFuture<'a, Result<Option<Vec<i64>>>>;
 
     /// Deletes what was sent, writes the audit and moves the run on, all of it or nothing; false, and nothing done, when the
     /// token is not the run's any more or it does not run. Repeating it after an error is harmless.
@@ -209,7 +228,7 @@ pub struct Note<'a> {
 }
 
 /// A run to be recorded.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct NewRun<'a> {
     /// Whose entries.
     pub consumer: &'a str,
@@ -270,7 +289,7 @@ impl RunState {
 }
 
 /// A run as it is recorded.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct RunRow {
     /// Its number.
     pub id: i64,
@@ -286,6 +305,8 @@ pub struct RunRow {
     pub state: RunState,
     /// Everything up to here is dealt with.
     pub cursor: i64,
+    /// The last entry that may have been sent; see [`RedriveStore::may_have_sent`].
+    pub reach: i64,
     /// Fences the writes of those who had it before.
     pub token: i64,
     /// Entries sent and confirmed.
@@ -304,6 +325,35 @@ pub struct RunRow {
     pub changed_at: OffsetDateTime,
 }
 
+/// The plan may quote keys and errors, which are not for logs.
+impl fmt::Debug for NewRun<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NewRun")
+            .field("consumer", &self.consumer)
+            .field("operator", &self.operator)
+            .field("end", &self.end)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The plan may quote keys and errors, which are not for logs.
+impl fmt::Debug for RunRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunRow")
+            .field("id", &self.id)
+            .field("consumer", &self.consumer)
+            .field("operator", &self.operator)
+            .field("end", &self.end)
+            .field("state", &self.state)
+            .field("cursor", &self.cursor)
+            .field("sent", &self.sent)
+            .field("refused", &self.refused)
+            .field("rejected", &self.rejected)
+            .field("proved", &self.proved)
+            .finish_non_exhaustive()
+    }
+}
+
 /// How a run moves on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RunStep {
@@ -311,6 +361,8 @@ pub struct RunStep {
     pub operator: String,
     /// Everything up to here is dealt with now.
     pub cursor: i64,
+    /// The last entry that may have been sent without anybody knowing; nothing behind the cursor when it is not larger.
+    pub reach: i64,
     /// What became of entries, in order. Those whose outcome says so are deleted; one that is gone already is recorded too,
     /// since it was sent.
     pub leaving: Vec<Leaving>,

@@ -17,15 +17,17 @@ use relaybox::store::{
     Note, RedriveStore, RunRow, RunState, RunStep, WholeLetter,
 };
 
-/// Names of the points: before and after a letter is stored, acknowledged, a run taken, a batch published or settled, and a
+/// Names of the points: before and after a letter is stored, acknowledged, a run taken, a batch announced, published or settled, and a
 /// run ended.
-const POINTS: [&str; 12] = [
+const POINTS: [&str; 14] = [
     "store",
     "stored",
     "acknowledge",
     "acknowledged",
     "take",
     "taken",
+    "reach",
+    "reached",
     "publish",
     "published",
     "settle",
@@ -298,6 +300,14 @@ impl RedriveStore for FragileStore {
         self.inner.replace(old, new, note)
     }
 
+    fn may_have_sent<'a>(
+        &'a self,
+        consumer: &'a str,
+        position: i64,
+    ) -> BoxFuture<'a, Result<Option<i64>>> {
+        self.inner.may_have_sent(consumer, position)
+    }
+
     fn enter<'a>(
         &'a self,
         new: &'a Outgoing,
@@ -335,6 +345,20 @@ impl RedriveStore for FragileStore {
             let taken = self.inner.take_run(consumer, id, from).await?;
             self.plan.reach("taken");
             Ok(taken)
+        }
+        .boxed()
+    }
+
+    fn reach<'a>(
+        &'a self,
+        run: &'a RunRow,
+        positions: &'a [i64],
+    ) -> BoxFuture<'a, Result<Option<Vec<i64>>>> {
+        async move {
+            self.plan.reach("reach");
+            let there = self.inner.reach(run, positions).await?;
+            self.plan.reach("reached");
+            Ok(there)
         }
         .boxed()
     }

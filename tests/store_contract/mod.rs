@@ -218,6 +218,7 @@ macro_rules! store_contract {
             letters_are_read_whole_and_bounded_in_bytes,
             an_entry_that_cannot_be_read_is_listed_and_stops_no_other,
             a_letter_that_left_is_not_taken_in_again,
+            what_a_run_may_have_sent_is_nobodys_to_change,
             a_settlement_is_whole_fenced_and_harmless_to_repeat,
             two_runs_at_once_each_take_an_entry_out_once,
             an_entry_is_replaced_or_entered_together_with_its_audit,

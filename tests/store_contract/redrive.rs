@@ -297,6 +297,73 @@ pub async fn a_settlement_is_whole_fenced_and_harmless_to_repeat<H: Harness>() {
     assert_eq!(found.state, RunState::Cancelled);
 }
 
+pub async fn what_a_run_may_have_sent_is_nobodys_to_change<H: Harness>() {
+    let harness = H::start().await;
+    let store = harness.store();
+    for id in ["a", "b", "c", "d"] {
+        store.put(&letter(id)).await.unwrap();
+    }
+    let all = leaving(&store, LetterOutcome::Discarded).await;
+    let at = |n: usize| all[n].position;
+    let run = planned(&store).await;
+    let run = taken(&store, run.id, RunState::Planned).await.unwrap();
+    // What left before the run reached it is not sent.
+    assert_eq!(store.take_out(&all[2..3], &NOTE).await.unwrap(), 1);
+    let there = store.reach(&run, &[at(0), at(1), at(2)]).await.unwrap();
+    assert_eq!(there, Some(vec![at(0), at(1)]));
+    let changed = |n: usize| {
+        let (store, old) = (store.clone(), all[n].clone());
+        let new = letter(&format!("x-{n}"));
+        async move { store.replace(&old, &new, &NOTE).await.unwrap() }
+    };
+    assert_eq!(store.take_out(&all[..2], &NOTE).await.unwrap(), 0);
+    assert_eq!((changed(0).await, changed(1).await), (None, None));
+    assert!(changed(3).await.is_some(), "it is beyond");
+    let holder = |n: usize| {
+        let (store, position) = (store.clone(), at(n));
+        async move { store.may_have_sent("billing", position).await.unwrap() }
+    };
+    assert_eq!((holder(1).await, holder(3).await), (Some(run.id), None));
+    assert_eq!(store.may_have_sent("mail", at(1)).await.unwrap(), None);
+    let step = RunStep {
+        operator: "ann".into(),
+        cursor: at(0),
+        reach: at(1),
+        ..RunStep::default()
+    };
+    assert!(store.settle_run(&run, &step).await.unwrap());
+    assert_eq!((holder(0).await, holder(1).await), (None, Some(run.id)));
+    let known = store.find_run("billing", run.id).await.unwrap().unwrap();
+    assert_eq!((known.cursor, known.reach), (at(0), at(1)));
+    assert!(store.cancel_run("billing", run.id, "x").await.unwrap());
+    assert_eq!(store.reach(&run, &[at(1)]).await.unwrap(), None, "fenced");
+    assert_eq!(
+        holder(1).await,
+        Some(run.id),
+        "nobody knows more than before"
+    );
+    assert!(changed(0).await.is_some());
+
+    // Once it is known that nothing is on its way, it is free.
+    let second = planned(&store).await;
+    let second = taken(&store, second.id, RunState::Planned).await.unwrap();
+    let last = leaving(&store, LetterOutcome::Discarded)
+        .await
+        .pop()
+        .unwrap();
+    let there = store.reach(&second, &[last.position]).await.unwrap();
+    assert_eq!(there, Some(vec![last.position]));
+    let last = [last];
+    assert_eq!(store.take_out(&last, &NOTE).await.unwrap(), 0);
+    let step = RunStep {
+        cursor: last[0].position,
+        reach: last[0].position,
+        ..step
+    };
+    assert!(store.settle_run(&second, &step).await.unwrap());
+    assert_eq!(store.take_out(&last, &NOTE).await.unwrap(), 1);
+}
+
 pub async fn two_runs_at_once_each_take_an_entry_out_once<H: Harness>() {
     let harness = H::start().await;
     let store = harness.store();
@@ -351,6 +418,9 @@ pub async fn an_entry_is_replaced_or_entered_together_with_its_audit<H: Harness>
     };
     let entered = store.enter(&letter("d"), &told, &edit).await.unwrap();
     assert!(Some(entered) > position);
+    // As after a lost answer.
+    let again = store.enter(&letter("d"), &told, &edit).await.unwrap();
+    assert_eq!(again, entered);
     let audit = store.audit("billing", 0, 10).await.unwrap();
     let outcomes: Vec<&str> = audit.iter().map(|entry| entry.outcome.as_str()).collect();
     assert_eq!(outcomes, ["replaced", "entered"]);

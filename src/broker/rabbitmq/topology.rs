@@ -57,14 +57,26 @@ impl Surveyor<'_> {
             match Place::read(name) {
                 Ok(Place { exchange: "", .. }) => {
                     for name in self.shards.queues(name)? {
-                        self.declare(&name, kind_arguments(self.config.queue_kind))
-                            .await?;
+                        let arguments = self.taken_from(self.config.queue_kind);
+                        self.declare(&name, arguments).await?;
                     }
                 }
                 _ => self.all_exist([name.as_str()]).await?,
             }
         }
         Ok(())
+    }
+
+    /// A queue from which somebody takes messages, and may end with them in hand.
+    fn taken_from(&self, kind: QueueKind) -> FieldTable {
+        let mut all = kind_arguments(kind);
+        if kind == QueueKind::Quorum
+            && let (Some(limit), Some(name)) =
+                (self.config.delivery_limit, short(arguments::DELIVERY_LIMIT))
+        {
+            all.insert(name, AMQPValue::LongLongInt(limit));
+        }
+        all
     }
 
     /// A queue from which the broker itself moves what is due to the source's queue.
@@ -200,13 +212,7 @@ impl Surveyor<'_> {
     pub(super) async fn declare_source(&self, name: &str, kind: QueueKind) -> Result<()> {
         let is_split = self.shards.of(name).is_some();
         for queue in self.shards.queues(name)? {
-            let mut all = kind_arguments(kind);
-            if kind == QueueKind::Quorum
-                && let (Some(limit), Some(name)) =
-                    (self.config.delivery_limit, short(arguments::DELIVERY_LIMIT))
-            {
-                all.insert(name, AMQPValue::LongLongInt(limit));
-            }
+            let mut all = self.taken_from(kind);
             if is_split && let Some(name) = short(arguments::SINGLE_ACTIVE_CONSUMER) {
                 all.insert(name, AMQPValue::Boolean(true));
             }

@@ -5,8 +5,10 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt};
 
 use crate::clock;
+use crate::consumer::InboxKey;
 use crate::envelope::{Incoming, Outgoing};
 use crate::error::Result;
+use crate::message::MessageId;
 use crate::store::{InboxStore, LetterFilter};
 
 use super::Redrive;
@@ -26,24 +28,49 @@ impl<S: InboxStore> Witness for Witnessed<S> {
     }
 }
 
+/// What is remembered of a canary.
+pub(super) struct Sent {
+    id: MessageId,
+    /// What the inbox knows it by.
+    key: Option<String>,
+    redrive_count: u32,
+}
+
+impl Sent {
+    pub(super) fn of(copy: Outgoing, key: &InboxKey) -> Self {
+        let Outgoing { message, story } = copy;
+        let incoming = Incoming {
+            message,
+            story,
+            id_missing: false,
+        };
+        Self {
+            key: key.of(&incoming),
+            redrive_count: incoming.story.redrive_count,
+            id: incoming.message.id,
+        }
+    }
+}
+
 impl Redrive {
-    /// Waits until all of them are recorded, one is a dead letter again, or the time is over: what was seen then, or
-    /// nothing when all is well.
+    /// Waits until all of them are recorded, one is a dead letter again behind position `before`, or the time is over:
+    /// what was seen then, or nothing when all is well.
     pub(super) async fn watch(
         &self,
-        canaries: &[Outgoing],
+        canaries: &[Sent],
+        before: i64,
         wait: Duration,
     ) -> Result<Option<String>> {
         let until = clock::add(self.clock.now(), wait);
-        let mut open: Vec<&Outgoing> = canaries.iter().collect();
+        let mut open: Vec<&Sent> = canaries.iter().collect();
         loop {
             let mut left = Vec::new();
             for canary in open {
                 if self.is_handled(canary).await? {
                     continue;
                 }
-                if self.is_back(canary).await? {
-                    let id = &canary.message.id;
+                if self.is_back(canary, before).await? {
+                    let id = &canary.id;
                     return Ok(Some(format!("canary {id} is a dead letter again")));
                 }
                 left.push(canary);
@@ -53,7 +80,7 @@ impl Redrive {
             }
             let rest = Duration::try_from(until - self.clock.now()).unwrap_or_default();
             if rest.is_zero() {
-                let ids: Vec<&str> = left.iter().take(5).map(|c| c.message.id.as_str()).collect();
+                let ids: Vec<&str> = left.iter().take(5).map(|c| c.id.as_str()).collect();
                 return Ok(Some(format!(
                     "{} of {} canaries were not handled within {wait:?}, such as {}",
                     left.len(),
@@ -66,24 +93,19 @@ impl Redrive {
         }
     }
 
-    async fn is_handled(&self, canary: &Outgoing) -> Result<bool> {
-        let incoming = Incoming {
-            message: canary.message.clone(),
-            story: canary.story.clone(),
-            id_missing: false,
-        };
-        match (&self.inbox, self.inbox_key.of(&incoming)) {
-            (Some(inbox), Some(key)) => self.patiently(|| inbox.has(&self.consumer, &key)).await,
+    pub(super) async fn is_handled(&self, canary: &Sent) -> Result<bool> {
+        match (&self.inbox, &canary.key) {
+            (Some(inbox), Some(key)) => self.patiently(|| inbox.has(&self.consumer, key)).await,
             _ => Ok(false),
         }
     }
 
     /// Whether it failed again. Only the table is looked at.
-    async fn is_back(&self, canary: &Outgoing) -> Result<bool> {
+    async fn is_back(&self, canary: &Sent, before: i64) -> Result<bool> {
         let filter = LetterFilter::all()
-            .with_message_id(canary.message.id.clone())
-            .with_redrives(canary.story.redrive_count, u32::MAX);
-        let range = (0, i64::MAX);
+            .with_message_id(canary.id.clone())
+            .with_redrives(canary.redrive_count, u32::MAX);
+        let range = (before, i64::MAX);
         let entries = self.patiently(|| self.store.entries(&self.consumer, &filter, range, 1));
         Ok(!entries.await?.is_empty())
     }

@@ -106,7 +106,8 @@ impl Redrive {
         let names = destinations.iter().map(|(name, _)| name.clone()).collect();
         let mut request = SubscriptionRequest::new(format!("{}.redrive", self.consumer), names);
         request.topology = TopologyMode::Verify;
-        request.in_flight_max = IN_FLIGHT_MAX;
+        // No more than will be taken: what a queue gets back at the end counts there as delivered.
+        request.in_flight_max = IN_FLIGHT_MAX.min(limits.count_max);
         let mut subscription = subscriber.subscribe(request).await?;
         let mut collector = Collector {
             desk: self,

@@ -10,10 +10,22 @@ use crate::store::{Leaving, LetterEntry, LetterFilter, LetterOutcome, Note, Whol
 use crate::story::{Origin, Reason, Story};
 
 use super::Redrive;
+use super::canary::Sent;
 use super::plan::{validate_filter, words};
+use super::run::OPERATION;
 
 /// Entries that are thrown away in one transaction.
 const STEP_MAX: usize = 500;
+
+/// What became of entries that were to be thrown away.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Discarded {
+    /// Thrown away.
+    pub count: u64,
+    /// Still there, because a run may have sent them: resume it, or redrive them as they are.
+    pub in_hand: u64,
+}
 
 impl Redrive {
     /// Changes the message of an entry: payload, headers, key, type. What comes of it is another message, with an id of its
@@ -22,7 +34,9 @@ impl Redrive {
     ///
     /// # Errors
     /// [`NotFound`](ErrorKind::NotFound) when the entry is not there, [`Corrupt`](ErrorKind::Corrupt) when it cannot be read,
-    /// [`Invalid`](ErrorKind::Invalid) for a new header that relaybox writes itself, or without words.
+    /// [`Busy`](ErrorKind::Busy) when a run that is named may have sent it: under its old id it may have its effect still,
+    /// and under the new one it would have another. [`Invalid`](ErrorKind::Invalid) for a new header that relaybox writes
+    /// itself, or without words.
     pub async fn edit(
         &self,
         operator: &str,
@@ -51,13 +65,17 @@ impl Redrive {
         let leaving = entry.leaving(LetterOutcome::Replaced, detail);
         let note = self.note(operator, "edit");
         let replaced = self.store.replace(&leaving, &letter, &note).await?;
-        let position = replaced.ok_or_else(|| self.gone(position))?;
+        let position = match replaced {
+            Some(position) => position,
+            None => return Err(self.untouchable(position).await),
+        };
         let (old, new) = (&old.id, &letter.message.id);
         info!(consumer = self.consumer, operator, %old, %new, "dead letter edited");
         Ok(position)
     }
 
-    /// Throws the entries that match now away, for good; returns how many. The audit keeps their ids, digests and the reason.
+    /// Throws the entries that match now away, for good. The audit keeps their ids, digests and the reason. Those that a run
+    /// may have sent stay and are counted: thrown away, they might have their effect all the same.
     ///
     /// # Errors
     /// [`Invalid`](ErrorKind::Invalid) without words, else as the database's; what is done by then stays so: repeat it.
@@ -66,13 +84,14 @@ impl Redrive {
         operator: &str,
         filter: &LetterFilter,
         because: &str,
-    ) -> Result<u64> {
+    ) -> Result<Discarded> {
         words("operator", operator)?;
         words("because", because)?;
         validate_filter(filter)?;
         let end = self.store.last_position().await?;
         let note = self.note(operator, "discard");
-        let (mut after, mut all) = (0, 0);
+        let mut after = 0;
+        let mut all = Discarded::default();
         loop {
             let range = (after, end);
             let entries = self
@@ -80,16 +99,27 @@ impl Redrive {
                 .entries(&self.consumer, filter, range, STEP_MAX)
                 .await?;
             let Some(last) = entries.last() else {
+                let Discarded { count, in_hand } = all;
                 info!(
                     consumer = self.consumer,
-                    operator, because, all, "dead letters discarded"
+                    operator, because, count, in_hand, "dead letters discarded"
                 );
                 return Ok(all);
             };
-            after = last.position;
+            let last = last.position;
             let leaving = |entry: &LetterEntry| entry.leaving(LetterOutcome::Discarded, because);
             let leaving: Vec<Leaving> = entries.iter().map(leaving).collect();
-            all += self.store.take_out(&leaving, &note).await?;
+            let taken = self.store.take_out(&leaving, &note).await?;
+            all.count += taken;
+            if taken < leaving.len() as u64 {
+                let range = (after, last);
+                let left = self
+                    .store
+                    .entries(&self.consumer, filter, range, STEP_MAX)
+                    .await?;
+                all.in_hand += left.len() as u64;
+            }
+            after = last;
         }
     }
 
@@ -97,8 +127,13 @@ impl Redrive {
     /// tells the given one as its cause. It is redriven like any other; its `destination` tells the source. Returns its
     /// position.
     ///
+    /// A call that ends with an error of the database may have entered it: look for the id that the error tells before the
+    /// call is made again, which would enter another one.
+    ///
     /// # Errors
-    /// [`Invalid`](ErrorKind::Invalid) for a message that the publisher would not take, or without words.
+    /// [`Invalid`](ErrorKind::Invalid) for a message that the publisher would not take or that the
+    /// [inbox](Redrive::with_inbox) knows by its business key, whatever its id: it would change nothing. Without words, as
+    /// well.
     pub async fn reprocess(&self, operator: &str, message: &Message, because: &str) -> Result<i64> {
         let capabilities = self.publisher.capabilities();
         message.validate(&capabilities.limits)?;
@@ -153,8 +188,13 @@ impl Redrive {
                 ..Story::default()
             },
         };
+        self.is_unknown(&letter).await?;
         let note = self.note(operator, "reprocess");
-        let position = self.store.enter(&letter, &told, &note).await?;
+        let entered = self.patiently(|| self.store.enter(&letter, &told, &note));
+        let position = entered.await.map_err(|error| {
+            let detail = format!("message {}: {error}", letter.message.id);
+            Error::new(error.kind(), OPERATION, detail).with_source(error)
+        })?;
         let (of, new) = (&message.id, &letter.message.id);
         info!(consumer = self.consumer, operator, %of, %new, "message entered to be handled once more");
         Ok(position)
@@ -168,9 +208,33 @@ impl Redrive {
         Ok((entry, message?))
     }
 
+    /// Refuses what the inbox would take for a duplicate.
+    async fn is_unknown(&self, letter: &Outgoing) -> Result<()> {
+        let sent = Sent::of(letter.clone(), &self.inbox_key);
+        if !self.is_handled(&sent).await? {
+            return Ok(());
+        }
+        let limit = "one that the inbox does not know by its business key";
+        Err(Error::invalid("message", limit, letter.message.id.as_str()))
+    }
+
+    /// Why an entry could not be changed.
+    async fn untouchable(&self, position: i64) -> Error {
+        match self.store.may_have_sent(&self.consumer, position).await {
+            Err(error) => error,
+            Ok(None) => self.gone(position),
+            Ok(Some(run)) => {
+                let detail = format!(
+                    "run {run} may have sent dead letter {position}: resume it, or redrive the entry as it is"
+                );
+                Error::new(ErrorKind::Busy, OPERATION, detail)
+            }
+        }
+    }
+
     fn gone(&self, position: i64) -> Error {
         let detail = format!("{} has no dead letter {position}", self.consumer);
-        Error::new(ErrorKind::NotFound, "redrive", detail)
+        Error::new(ErrorKind::NotFound, OPERATION, detail)
     }
 
     fn note<'a>(&'a self, operator: &'a str, verb: &'a str) -> Note<'a> {

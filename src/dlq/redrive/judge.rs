@@ -67,7 +67,10 @@ impl<'a> Rules<'a> {
         {
             return Err(Refusal::Loop);
         }
-        let since = story.first_failed_at.unwrap_or(entry.stored_at);
+        // A redrive begins a new story, and some letters tell no failure: then nothing but the message is as old as its effect
+        // may be.
+        let told = story.first_failed_at.filter(|_| story.redrive_count == 0);
+        let since = told.unwrap_or(entry.occurred_at.min(entry.stored_at));
         let age = Duration::try_from(now - since).unwrap_or_default();
         if self.age_max.is_some_and(|most| age >= most) {
             return Err(Refusal::Age);
@@ -113,6 +116,7 @@ mod tests {
             digest: Vec::new(),
             size: 1,
             stored_at: NOW - DAY,
+            occurred_at: NOW - 2 * DAY,
         }
     }
 
@@ -152,9 +156,17 @@ mod tests {
         let mut old = entry(None);
         old.story.first_failed_at = Some(NOW - 30 * DAY);
         assert_eq!(rules.judge(&old, NOW), Err(Refusal::Age));
-        // Without a first failure it is as old as its entry.
+        // Without a first failure, and after a redrive, it is as old as its message.
         old.story.first_failed_at = None;
         assert_eq!(rules.judge(&old, NOW), Ok("a"));
+        old.occurred_at = NOW - 30 * DAY;
+        assert_eq!(rules.judge(&old, NOW), Err(Refusal::Age));
+        old.story.first_failed_at = Some(NOW - DAY);
+        assert_eq!(rules.judge(&old, NOW), Ok("a"));
+        old.story.redrive_count = 1;
+        assert_eq!(rules.judge(&old, NOW), Err(Refusal::Age));
+        // A clock that runs ahead makes nothing younger than its entry.
+        old.occurred_at = NOW + DAY;
         old.stored_at = NOW - 30 * DAY;
         assert_eq!(rules.judge(&old, NOW), Err(Refusal::Age));
         let forced = Rules {

@@ -11,6 +11,7 @@ mod judge;
 mod pace;
 mod plan;
 mod run;
+mod worker;
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use super::DeadLetters;
 use canary::{Witness, Witnessed};
 
 pub use collect::{CollectLimits, Collected, Unwrap};
+pub use desk::Discarded;
 pub use judge::Refusal;
 pub use plan::{Canary, Order, Tally};
 pub use run::Run;

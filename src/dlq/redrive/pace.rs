@@ -10,6 +10,8 @@ pub(super) struct Pace {
     rate_max: u32,
     /// Nothing goes before this.
     next: Option<OffsetDateTime>,
+    /// The longest that anything waits, whatever the clock says.
+    wait_max: Duration,
 }
 
 impl Pace {
@@ -17,6 +19,7 @@ impl Pace {
         Self {
             rate_max,
             next: None,
+            wait_max: Duration::ZERO,
         }
     }
 
@@ -28,16 +31,17 @@ impl Pace {
     /// How long to wait before the next ones.
     pub(super) fn wait(&self, now: OffsetDateTime) -> Duration {
         let left = self.next.map(|next| next - now);
-        left.and_then(|left| Duration::try_from(left).ok())
-            .unwrap_or_default()
+        let left = left.and_then(|left| Duration::try_from(left).ok());
+        left.unwrap_or_default().min(self.wait_max)
     }
 
     /// So many go at this instant. A wait that took longer than it had to is not made up for.
     pub(super) fn gone(&mut self, count: usize, now: OffsetDateTime) {
         let count = u32::try_from(count).unwrap_or(u32::MAX);
         let takes = Duration::from_secs(1).saturating_mul(count) / self.rate_max.max(1);
-        let from = self.next.map_or(now, |next| next.max(now));
-        self.next = Some(crate::clock::add(from, takes));
+        let rest = self.wait(now);
+        self.wait_max = rest + takes;
+        self.next = Some(crate::clock::add(now, self.wait_max));
     }
 }
 
@@ -61,5 +65,17 @@ mod tests {
         assert_eq!(pace.wait(now), Duration::from_millis(100));
         assert_eq!(pace.wait(now + Duration::from_secs(9)), Duration::ZERO);
         assert_eq!(Pace::new(1).burst(), 1);
+    }
+
+    #[test]
+    fn a_clock_that_is_put_back_lets_nobody_wait_for_the_difference() {
+        let mut pace = Pace::new(50);
+        let now = datetime!(2026-01-05 10:00 UTC);
+        pace.gone(5, now);
+        let back = now - Duration::from_secs(3_600);
+        assert_eq!(pace.wait(back), Duration::from_millis(100));
+        pace.gone(5, back);
+        assert_eq!(pace.wait(back), Duration::from_millis(200));
+        assert_eq!(pace.wait(back + Duration::from_millis(200)), Duration::ZERO);
     }
 }

@@ -89,7 +89,7 @@ pub struct Tally {
 
 impl Redrive {
     /// The dry run: counts what would go, what would not and why, and records the selection. It is frozen: a
-    /// [`run`](Self::run) of it deals with what matches now and is there then, and with nothing that comes later.
+    /// [`run`](Self::run) of it deals with what matches and is there then, up to the last position of now.
     ///
     /// # Errors
     /// [`Configuration`](ErrorKind::Configuration) for settings out of bounds, [`Invalid`](ErrorKind::Invalid) for an operator
@@ -187,6 +187,18 @@ pub(super) fn validate_filter(filter: &LetterFilter) -> Result<()> {
     ];
     for (field, text) in texts {
         text.map_or(Ok(()), |text| words(field, text))?;
+    }
+    let instants = [
+        ("stored_from", filter.stored_from),
+        ("stored_until", filter.stored_until),
+    ];
+    for (field, instant) in instants {
+        if let Some(instant) = instant
+            && to_rfc3339(instant).is_none()
+        {
+            let limit = "an instant that RFC 3339 can write";
+            return Err(Error::invalid(field, limit, instant.to_string()));
+        }
     }
     Ok(())
 }

@@ -1,21 +1,18 @@
-//! A run: entries out in order of position, each leaving the table only after the broker's confirm.
+//! A run, as an operator orders it, ends it and goes on with it.
 
 use std::future::Future;
 
 use tracing::{info, warn};
 
 use crate::backoff::Delays;
-use crate::broker::{PublishOutcome, RejectionScope};
-use crate::envelope::Outgoing;
 use crate::error::{Error, ErrorKind, Result, cut};
-use crate::store::{LetterEntry, LetterOutcome, RunRow, RunState, RunStep, WholeLetter};
+use crate::store::{RunRow, RunState};
 
 use super::Redrive;
-use super::judge::Refusal;
-use super::pace::Pace;
 use super::plan::{self, Order, Tally, words};
+use super::worker::Worker;
 
-const OPERATION: &str = "redrive";
+pub(super) const OPERATION: &str = "redrive";
 
 /// A run, as it is recorded and as it was ordered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,14 +138,7 @@ impl Redrive {
             operator,
             "redrive began"
         );
-        let mut worker = Worker {
-            desk: self,
-            operator,
-            canaries: Vec::new(),
-            run: Run { row, order, would },
-            pace: Pace::new(self.config.rate_max),
-            progress,
-        };
+        let mut worker = Worker::new(self, operator, Run { row, order, would }, progress);
         let ended = worker.go().await;
         let run = worker.run;
         let (state, told, error) = match ended {
@@ -209,7 +199,7 @@ impl Redrive {
         }
     }
 
-    async fn fenced(&self, id: i64) -> Error {
+    pub(super) async fn fenced(&self, id: i64) -> Error {
         let detail = match self.store.find_run(&self.consumer, id).await {
             Ok(Some(run)) if run.state == RunState::Cancelled => {
                 format!("run {id} was cancelled: {}", run.error.unwrap_or_default())
@@ -237,258 +227,7 @@ impl Redrive {
         }
     }
 
-    fn delays(&self) -> Delays {
+    pub(super) fn delays(&self) -> Delays {
         self.config.backoff.delays(fastrand::u64(..))
-    }
-}
-
-/// One process at one run.
-struct Worker<'a, F> {
-    desk: &'a Redrive,
-    operator: &'a str,
-    /// Those sent first, by this process, until they are proved.
-    canaries: Vec<Outgoing>,
-    run: Run,
-    pace: Pace,
-    progress: F,
-}
-
-/// An entry on its way.
-struct Item {
-    entry: LetterEntry,
-    copy: Result<Outgoing, Refusal>,
-    ended: Option<Ended>,
-}
-
-enum Ended {
-    Confirmed,
-    Rejected(String),
-}
-
-impl<F: FnMut(&Run) + Send> Worker<'_, F> {
-    /// To the end, or to what was seen instead of handled canaries.
-    async fn go(&mut self) -> Result<Option<String>> {
-        let ways: Vec<String> = self.desk.sources.iter().map(|to| self.way_to(to)).collect();
-        let checked = self.desk.patiently(|| self.desk.publisher.check(&ways));
-        checked.await?;
-        loop {
-            let letters = self.page().await?;
-            let at_end = letters.is_empty();
-            if !at_end {
-                self.batch(letters).await?;
-            }
-            if let Some(seen) = self.prove(at_end).await? {
-                return Ok(Some(seen));
-            }
-            if at_end {
-                return Ok(None);
-            }
-        }
-    }
-
-    fn way_to(&self, source: &str) -> String {
-        let way = self.desk.dead_letters.way_back(source, &self.desk.consumer);
-        way.destination
-    }
-
-    /// How many canaries are still to be sent.
-    fn canaries_left(&self) -> Option<usize> {
-        let canary = self.run.order.canary.filter(|_| !self.run.row.proved);
-        canary.map(|canary| canary.count.saturating_sub(self.canaries.len()))
-    }
-
-    async fn page(&self) -> Result<Vec<WholeLetter>> {
-        let (desk, row) = (self.desk, &self.run.row);
-        let canaries = self.canaries_left().unwrap_or(usize::MAX);
-        let count_max = desk.config.batch_max.min(self.pace.burst()).min(canaries);
-        desk.patiently(|| {
-            desk.store.letters(
-                &desk.consumer,
-                &self.run.order.filter,
-                (row.cursor, row.end),
-                count_max.max(1),
-                desk.config.batch_bytes_max,
-            )
-        })
-        .await
-    }
-
-    /// Sends one batch and settles it.
-    async fn batch(&mut self, letters: Vec<WholeLetter>) -> Result<()> {
-        let wait = self.pace.wait(self.desk.clock.now());
-        if !wait.is_zero() {
-            self.desk.clock.sleep(wait).await;
-        }
-        let mut items = self.judged(letters);
-        let trouble = self.send(&mut items).await;
-        let step = self.step(&items);
-        let row = &self.run.row;
-        let settled = self
-            .desk
-            .patiently(|| self.desk.store.settle_run(row, &step));
-        if !settled.await? {
-            return Err(self.desk.fenced(row.id).await);
-        }
-        let row = &mut self.run.row;
-        row.cursor = step.cursor;
-        (row.sent, row.refused, row.rejected) = (step.sent, step.refused, step.rejected);
-        if !row.proved {
-            let sent = |item: Item| match (item.copy, item.ended) {
-                (Ok(copy), Some(Ended::Confirmed)) => Some(copy),
-                _ => None,
-            };
-            self.canaries.extend(items.into_iter().filter_map(sent));
-        }
-        (self.progress)(&self.run);
-        trouble.map_or(Ok(()), Err)
-    }
-
-    fn judged(&self, letters: Vec<WholeLetter>) -> Vec<Item> {
-        let rules = self.desk.rules(&self.run.order);
-        let now = self.desk.clock.now();
-        let item = |WholeLetter { entry, message }| {
-            let copy = rules.judge(&entry, now).and_then(|source| {
-                let mut message = message.map_err(|_| Refusal::Unreadable)?;
-                message.destination = self.way_to(source);
-                let story = entry.story.redriven();
-                Ok(Outgoing { message, story })
-            });
-            Item {
-                entry,
-                copy,
-                ended: None,
-            }
-        };
-        letters.into_iter().map(item).collect()
-    }
-
-    /// Sends what may go, until the broker said its word on each or was tried often enough: what it said then.
-    async fn send(&mut self, items: &mut [Item]) -> Option<Error> {
-        let mut delays = self.desk.delays();
-        for attempt in 1.. {
-            let open = |item: &&mut Item| item.copy.is_ok() && item.ended.is_none();
-            let mut open: Vec<&mut Item> = items.iter_mut().filter(open).collect();
-            let batch: Vec<Outgoing> = (open.iter())
-                .filter_map(|item| item.copy.as_ref().ok().cloned())
-                .collect();
-            if batch.is_empty() {
-                return None;
-            }
-            let mut outcomes = self.desk.publisher.publish(&batch).await.into_iter();
-            self.pace.gone(batch.len(), self.desk.clock.now());
-            let mut trouble = None;
-            let mut shrunk = false;
-            for item in &mut open {
-                match outcomes.next() {
-                    Some(PublishOutcome::Confirmed) => item.ended = Some(Ended::Confirmed),
-                    Some(PublishOutcome::Rejected {
-                        scope: RejectionScope::Message,
-                        error,
-                    }) => match &mut item.copy {
-                        // There may be room for the message, only not for its story.
-                        Ok(copy) if copy.story != copy.story.shrunk() => {
-                            copy.story = copy.story.shrunk();
-                            shrunk = true;
-                        }
-                        _ => item.ended = Some(Ended::Rejected(error.to_string())),
-                    },
-                    outcome => {
-                        trouble = trouble.or_else(|| Some(unsent(item, outcome)));
-                    }
-                }
-            }
-            if trouble.is_some() && attempt >= self.desk.config.attempts_max {
-                return trouble;
-            }
-            if trouble.is_some() {
-                self.desk.clock.sleep(delays.next_delay()).await;
-            } else if !shrunk {
-                return None;
-            }
-        }
-        None
-    }
-
-    /// What a batch changes: the run goes on up to the first entry whose fate is open.
-    fn step(&self, items: &[Item]) -> RunStep {
-        let row = &self.run.row;
-        let mut step = RunStep {
-            operator: self.operator.to_owned(),
-            cursor: row.cursor,
-            leaving: Vec::with_capacity(items.len()),
-            sent: row.sent,
-            refused: row.refused,
-            rejected: row.rejected,
-            proved: row.proved,
-        };
-        let mut whole = true;
-        for item in items {
-            let (outcome, detail) = match (&item.copy, &item.ended) {
-                (Ok(copy), Some(Ended::Confirmed)) => {
-                    (LetterOutcome::Sent, copy.message.destination.clone())
-                }
-                (Ok(_), Some(Ended::Rejected(error))) => (LetterOutcome::Rejected, error.clone()),
-                (Err(refusal), _) => (LetterOutcome::Refused, refusal.as_str().to_owned()),
-                (Ok(_), None) => {
-                    whole = false;
-                    continue;
-                }
-            };
-            if whole {
-                step.cursor = item.entry.position;
-            } else if !outcome.is_leaving() {
-                // Comes again when the run is resumed.
-                continue;
-            }
-            match outcome {
-                LetterOutcome::Sent => step.sent += 1,
-                LetterOutcome::Rejected => step.rejected += 1,
-                _ => step.refused += 1,
-            }
-            step.leaving.push(item.entry.leaving(outcome, detail));
-        }
-        step
-    }
-
-    /// Once all canaries are sent, waits for them. What was seen instead of all being handled.
-    async fn prove(&mut self, at_end: bool) -> Result<Option<String>> {
-        let Some(canary) = self.run.order.canary else {
-            return Ok(None);
-        };
-        if self.canaries_left().is_none_or(|left| left > 0 && !at_end) {
-            return Ok(None);
-        }
-        let seen = self.desk.watch(&self.canaries, canary.wait).await?;
-        if seen.is_some() {
-            return Ok(seen);
-        }
-        self.canaries.clear();
-        self.run.row.proved = true;
-        let (row, step) = (&self.run.row, self.step(&[]));
-        let settled = self
-            .desk
-            .patiently(|| self.desk.store.settle_run(row, &step));
-        if settled.await? {
-            return Ok(None);
-        }
-        Err(self.desk.fenced(row.id).await)
-    }
-}
-
-/// Why an entry is not sent, naming where it was to go.
-fn unsent(item: &Item, outcome: Option<PublishOutcome>) -> Error {
-    let destination = match &item.copy {
-        Ok(copy) => copy.message.destination.as_str(),
-        Err(_) => "",
-    };
-    match outcome {
-        Some(PublishOutcome::Rejected { error, .. } | PublishOutcome::Failed { error, .. }) => {
-            let detail = format!("{destination}: {error}");
-            Error::new(error.kind(), OPERATION, detail).with_source(error)
-        }
-        _ => {
-            let detail = format!("{destination}: not confirmed");
-            Error::new(ErrorKind::Other, OPERATION, detail)
-        }
     }
 }

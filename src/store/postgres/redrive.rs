@@ -1,4 +1,4 @@
-//! What an operator does with dead letters: each call one statement, and so one transaction.
+//! What an operator does with dead letters: most calls are one statement, and so one transaction.
 
 mod rows;
 
@@ -27,17 +27,29 @@ const OPERATION: &str = "change dead letters";
 impl RedriveStore for PostgresStore {
     fn take_in<'a>(&'a self, letter: &'a Outgoing) -> BoxFuture<'a, Result<Arrival>> {
         async move {
+            let failed = self.pool_error("take in");
+            let mut transaction = self.pool.begin().await.map_err(&failed)?;
             let row = bound(&self.sql.redrive.take_in, letter)
-                .fetch_one(&self.pool)
+                .fetch_one(&mut *transaction)
                 .await
-                .map_err(self.pool_error("take in"))?;
+                .map_err(&failed)?;
             let read = || Ok((row.try_get(0)?, row.try_get(1)?));
-            let (stored, left): (i64, bool) =
+            let (stored, left): (Option<i64>, bool) =
                 read().map_err(|e| error::of_statement("take in", e))?;
-            Ok(match (stored, left) {
-                (1, _) => Arrival::Stored,
-                (_, true) => Arrival::Left,
-                (_, false) => Arrival::Known,
+            let Some(position) = stored else {
+                transaction.rollback().await.map_err(&failed)?;
+                return Ok(if left { Arrival::Left } else { Arrival::Known });
+            };
+            // It may have waited for the same letter to leave, which its own view of the audit is too old to know.
+            let left_again = sqlx::query(self.sql.redrive.leave_again.clone())
+                .bind(position)
+                .execute(&mut *transaction)
+                .await
+                .map_err(&failed)?;
+            transaction.commit().await.map_err(&failed)?;
+            Ok(match left_again.rows_affected() {
+                0 => Arrival::Stored,
+                _ => Arrival::Left,
             })
         }
         .boxed()
@@ -51,7 +63,7 @@ impl RedriveStore for PostgresStore {
         count_max: usize,
     ) -> BoxFuture<'a, Result<Vec<LetterEntry>>> {
         async move {
-            let sql = self.sql.redrive.entries.clone();
+            let sql = self.sql.redrive.entries.of(filter);
             let query = matching(sql, consumer, filter, range, count_max);
             let rows = self
                 .relayed("list dead letters", |c| query.fetch_all(c).boxed())
@@ -70,7 +82,7 @@ impl RedriveStore for PostgresStore {
         bytes_max: usize,
     ) -> BoxFuture<'a, Result<Vec<WholeLetter>>> {
         async move {
-            let sql = self.sql.redrive.letters.clone();
+            let sql = self.sql.redrive.letters.of(filter);
             let query = matching(sql, consumer, filter, range, count_max)
                 .bind(i64::try_from(bytes_max).unwrap_or(i64::MAX));
             let rows = self
@@ -79,7 +91,7 @@ impl RedriveStore for PostgresStore {
             let whole = |row| {
                 Ok(WholeLetter {
                     entry: entry(row)?,
-                    message: read_message(row, 19),
+                    message: read_message(row, 20),
                 })
             };
             rows.iter().map(whole).collect()
@@ -133,6 +145,21 @@ impl RedriveStore for PostgresStore {
         .boxed()
     }
 
+    fn may_have_sent<'a>(
+        &'a self,
+        consumer: &'a str,
+        position: i64,
+    ) -> BoxFuture<'a, Result<Option<i64>>> {
+        async move {
+            let query = sqlx::query_scalar(self.sql.redrive.may_have_sent.clone())
+                .bind(consumer.to_owned())
+                .bind(position);
+            self.relayed("find a run", |c| query.fetch_optional(c).boxed())
+                .await
+        }
+        .boxed()
+    }
+
     fn enter<'a>(
         &'a self,
         new: &'a Outgoing,
@@ -140,12 +167,22 @@ impl RedriveStore for PostgresStore {
         note: &'a Note<'a>,
     ) -> BoxFuture<'a, Result<i64>> {
         async move {
+            let failed = self.pool_error(OPERATION);
             let row = noted(bound(&self.sql.redrive.enter, new), note, told)
+                .fetch_optional(&self.pool)
+                .await
+                .map_err(&failed)?;
+            if let Some(row) = row {
+                let position = row.try_get(0);
+                return position.map_err(|e| error::of_statement(OPERATION, e));
+            }
+            // An earlier call has done it.
+            sqlx::query_scalar(self.sql.redrive.entered.clone())
+                .bind(note.consumer)
+                .bind(without_nul(new.message.id.as_str()))
                 .fetch_one(&self.pool)
                 .await
-                .map_err(self.pool_error(OPERATION))?;
-            row.try_get(0)
-                .map_err(|e| error::of_statement(OPERATION, e))
+                .map_err(&failed)
         }
         .boxed()
     }
@@ -217,6 +254,33 @@ impl RedriveStore for PostgresStore {
         .boxed()
     }
 
+    fn reach<'a>(
+        &'a self,
+        run: &'a RunRow,
+        positions: &'a [i64],
+    ) -> BoxFuture<'a, Result<Option<Vec<i64>>>> {
+        async move {
+            let reach = positions.iter().max().copied().unwrap_or(run.cursor);
+            let query = sqlx::query(self.sql.redrive.reach.clone())
+                .bind(run.id)
+                .bind(run.token)
+                .bind(reach);
+            let fenced = self
+                .relayed("go on with a run", |c| query.execute(c).boxed())
+                .await?;
+            if fenced.rows_affected() == 0 {
+                return Ok(None);
+            }
+            // A statement of its own: it sees what left before the reach was known.
+            let query = sqlx::query_scalar(self.sql.redrive.there.clone())
+                .bind(positions.to_vec())
+                .bind(run.consumer.clone());
+            let there = self.relayed("go on with a run", |c| query.fetch_all(c).boxed());
+            there.await.map(Some)
+        }
+        .boxed()
+    }
+
     fn settle_run<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
         async move {
             let query = sqlx::query_scalar(self.sql.redrive.settle.clone())
@@ -242,7 +306,8 @@ impl RedriveStore for PostgresStore {
                 .bind(digests)
                 .bind(outcomes)
                 .bind(details)
-                .bind(step.operator.clone());
+                .bind(step.operator.clone())
+                .bind(step.reach);
             let fenced: i64 = self
                 .relayed("settle a redrive", |c| query.fetch_one(c).boxed())
                 .await?;

@@ -1,5 +1,6 @@
 //! What an operator does with dead letters.
 
+mod book;
 mod rows;
 
 use std::time::Duration;
@@ -8,19 +9,19 @@ use futures_util::future::{BoxFuture, FutureExt};
 use serde_json::Value;
 use sqlx::query::Query;
 use sqlx::sqlite::SqliteArguments;
-use sqlx::{Row, SqlStr, Sqlite};
+use sqlx::{SqlStr, Sqlite};
 
 use self::rows::{audited, entry, run_row};
 use super::dead_letters::bound;
 use super::{SqliteStore, json, micros, read_message};
 use crate::clock::unix_micros;
 use crate::envelope::Outgoing;
-use crate::error::{Result, cut};
+use crate::error::Result;
 use crate::message::MessageId;
 use crate::store::header_codec::without_nul;
 use crate::store::{
     Arrival, AuditEntry, LETTERS_MAX, Leaving, LetterEntry, LetterFilter, NewRun, Note,
-    RedriveStore, RunRow, RunState, RunStep, StoreTransaction, WholeLetter,
+    RedriveStore, RunRow, RunState, RunStep, WholeLetter,
 };
 use crate::story::Reason;
 
@@ -63,7 +64,7 @@ impl RedriveStore for SqliteStore {
         count_max: usize,
     ) -> BoxFuture<'a, Result<Vec<LetterEntry>>> {
         async move {
-            let sql = self.sql.redrive.entries.clone();
+            let sql = self.sql.redrive.entries.of(filter);
             let rows = matching(sql, consumer, filter, range, count_max)
                 .fetch_all(&self.pool)
                 .await
@@ -82,7 +83,7 @@ impl RedriveStore for SqliteStore {
         bytes_max: usize,
     ) -> BoxFuture<'a, Result<Vec<WholeLetter>>> {
         async move {
-            let sql = self.sql.redrive.letters.clone();
+            let sql = self.sql.redrive.letters.of(filter);
             let rows = matching(sql, consumer, filter, range, count_max)
                 .bind(i64::try_from(bytes_max).unwrap_or(i64::MAX))
                 .fetch_all(&self.pool)
@@ -91,7 +92,7 @@ impl RedriveStore for SqliteStore {
             let whole = |row| {
                 Ok(WholeLetter {
                     entry: entry(row)?,
-                    message: read_message(row, 19),
+                    message: read_message(row, 20),
                 })
             };
             rows.iter().map(whole).collect()
@@ -118,7 +119,9 @@ impl RedriveStore for SqliteStore {
             let mut transaction = self.begin_immediate(OPERATION).await?;
             let mut count = 0;
             for told in leaving {
-                if self.remove_entry(&mut transaction, note, told).await? {
+                if self.free(&mut transaction, note, told).await?
+                    && self.remove_entry(&mut transaction, note, told).await?
+                {
                     self.note(&mut transaction, None, note, told).await?;
                     count += 1;
                 }
@@ -140,7 +143,9 @@ impl RedriveStore for SqliteStore {
     ) -> BoxFuture<'a, Result<Option<i64>>> {
         async move {
             let mut transaction = self.begin_immediate(OPERATION).await?;
-            if !self.remove_entry(&mut transaction, note, old).await? {
+            if !self.free(&mut transaction, note, old).await?
+                || !self.remove_entry(&mut transaction, note, old).await?
+            {
                 transaction
                     .rollback()
                     .await
@@ -158,6 +163,22 @@ impl RedriveStore for SqliteStore {
         .boxed()
     }
 
+    fn may_have_sent<'a>(
+        &'a self,
+        consumer: &'a str,
+        position: i64,
+    ) -> BoxFuture<'a, Result<Option<i64>>> {
+        async move {
+            sqlx::query_scalar(self.sql.redrive.may_have_sent.clone())
+                .bind(consumer)
+                .bind(position)
+                .fetch_optional(&self.pool)
+                .await
+                .map_err(self.pool_error("find a run"))
+        }
+        .boxed()
+    }
+
     fn enter<'a>(
         &'a self,
         new: &'a Outgoing,
@@ -166,6 +187,18 @@ impl RedriveStore for SqliteStore {
     ) -> BoxFuture<'a, Result<i64>> {
         async move {
             let mut transaction = self.begin_immediate(OPERATION).await?;
+            let entered: Option<i64> = sqlx::query_scalar(self.sql.redrive.entered.clone())
+                .bind(note.consumer)
+                .bind(without_nul(new.message.id.as_str()))
+                .fetch_optional(transaction.connection())
+                .await
+                .map_err(self.pool_error(OPERATION))?;
+            if let Some(position) = entered {
+                // An earlier call has done it.
+                let rolled_back = transaction.rollback().await;
+                rolled_back.map_err(self.pool_error(OPERATION))?;
+                return Ok(position);
+            }
             let position = self.insert_entry(&mut transaction, new).await?;
             self.note(&mut transaction, None, note, told).await?;
             transaction
@@ -244,6 +277,38 @@ impl RedriveStore for SqliteStore {
         .boxed()
     }
 
+    fn reach<'a>(
+        &'a self,
+        run: &'a RunRow,
+        positions: &'a [i64],
+    ) -> BoxFuture<'a, Result<Option<Vec<i64>>>> {
+        async move {
+            let failed = self.pool_error("go on with a run");
+            let mut transaction = self.begin_immediate("go on with a run").await?;
+            let reach = positions.iter().max().copied().unwrap_or(run.cursor);
+            let fenced = sqlx::query(self.sql.redrive.reach.clone())
+                .bind(run.id)
+                .bind(run.token)
+                .bind(reach)
+                .execute(transaction.connection())
+                .await
+                .map_err(&failed)?;
+            if fenced.rows_affected() == 0 {
+                transaction.rollback().await.map_err(&failed)?;
+                return Ok(None);
+            }
+            let there = sqlx::query_scalar(self.sql.redrive.there.clone())
+                .bind(json(positions.iter().copied().map(Value::from)))
+                .bind(&run.consumer)
+                .fetch_all(transaction.connection())
+                .await
+                .map_err(&failed)?;
+            transaction.commit().await.map_err(&failed)?;
+            Ok(Some(there))
+        }
+        .boxed()
+    }
+
     fn settle_run<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
         async move {
             let failed = self.pool_error("settle a redrive");
@@ -256,6 +321,7 @@ impl RedriveStore for SqliteStore {
                 .bind(number(step.refused))
                 .bind(number(step.rejected))
                 .bind(step.proved)
+                .bind(step.reach)
                 .execute(transaction.connection())
                 .await
                 .map_err(&failed)?;
@@ -365,58 +431,6 @@ impl RedriveStore for SqliteStore {
 }
 
 const OPERATION: &str = "change dead letters";
-
-impl SqliteStore {
-    async fn remove_entry(
-        &self,
-        transaction: &mut StoreTransaction<Sqlite>,
-        note: &Note<'_>,
-        told: &Leaving,
-    ) -> Result<bool> {
-        let removed = sqlx::query(self.sql.redrive.remove.clone())
-            .bind(told.position)
-            .bind(note.consumer)
-            .execute(transaction.connection())
-            .await
-            .map_err(self.pool_error(OPERATION))?;
-        Ok(removed.rows_affected() > 0)
-    }
-
-    async fn insert_entry(
-        &self,
-        transaction: &mut StoreTransaction<Sqlite>,
-        letter: &Outgoing,
-    ) -> Result<i64> {
-        let row = bound(&self.sql.redrive.insert, letter)
-            .fetch_one(transaction.connection())
-            .await
-            .map_err(self.pool_error(OPERATION))?;
-        row.try_get(0).map_err(self.pool_error(OPERATION))
-    }
-
-    async fn note(
-        &self,
-        transaction: &mut StoreTransaction<Sqlite>,
-        run: Option<i64>,
-        note: &Note<'_>,
-        told: &Leaving,
-    ) -> Result<()> {
-        sqlx::query(self.sql.redrive.note.clone())
-            .bind(run)
-            .bind(note.consumer)
-            .bind(note.operator)
-            .bind(note.verb)
-            .bind(without_nul(told.message_id.as_str()))
-            .bind(i64::from(told.redrive_count))
-            .bind(&told.digest)
-            .bind(told.outcome.as_str())
-            .bind(without_nul(cut(&told.detail, 1_024)))
-            .execute(transaction.connection())
-            .await
-            .map_err(self.pool_error(OPERATION))?;
-        Ok(())
-    }
-}
 
 /// Binds the filter, the range of positions and the number of rows: `?1` to `?13`.
 fn matching<'q>(

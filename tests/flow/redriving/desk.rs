@@ -59,7 +59,8 @@ async fn what_is_discarded_leaves_a_trace_and_is_not_collected_again() {
     let one = LetterFilter::all().with_message_id("m-1");
     let blank = desk.discard("ann", &one, " ").await.unwrap_err();
     assert_eq!(blank.kind(), ErrorKind::Invalid);
-    assert_eq!(desk.discard("ann", &one, "a test order").await.unwrap(), 1);
+    let discarded = desk.discard("ann", &one, "a test order").await.unwrap();
+    assert_eq!((discarded.count, discarded.in_hand), (1, 0));
     let audit = desk.audit(0, 10).await.unwrap();
     assert_eq!(audit.len(), 1);
     assert_eq!(
@@ -118,4 +119,104 @@ async fn what_was_handled_is_handled_once_more_only_as_another_message() {
     assert_eq!(effects.len(), 3);
     assert!(effects.contains(&entered.id.to_string()));
     assert_eq!(entered.causation_id(), Some("m-1"));
+}
+
+/// A publisher whose word about these messages never arrives.
+fn without_word(house: &House, id: &'static str, stored: Stored) -> impl Publisher + use<> {
+    Altered::answering(house.broker.clone(), move |sent| {
+        (sent.message.id.as_str() == id).then(|| PublishOutcome::Failed {
+            scope: FailureScope::Destination,
+            stored,
+            error: Error::new(ErrorKind::Timeout, "publish", "no answer"),
+        })
+    })
+}
+
+#[tokio::test]
+async fn what_a_run_may_have_sent_is_neither_edited_nor_discarded_until_that_is_known() {
+    let house = House::new().await;
+    open_way_back(&house);
+    bury(&house, numbered("a", "m", 3)).await;
+    let all = LetterFilter::all();
+    let silent = desk_over(&house, without_word(&house, "m-1", Stored::Unknown));
+    let run = plan(&silent).await.row.id;
+    assert!(silent.run("ann", run, |_| {}).await.is_err());
+    assert_eq!(house.ids("orders.billing.redrive"), ["m-0", "m-2"]);
+    let desk = desk(&house);
+    let left = desk.list(&all, 0, 10).await.unwrap();
+    assert_eq!(left.len(), 1);
+    // Under the old id it may have its effect still.
+    let edited = desk.edit("ann", left[0].position, "a wrong price", |_| {});
+    let error = edited.await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    assert!(
+        error.to_string().contains(&format!("run {run} ")),
+        "{error}"
+    );
+    let discarded = desk.discard("ann", &all, "not wanted").await.unwrap();
+    assert_eq!((discarded.count, discarded.in_hand), (0, 1));
+    // Whoever ends the run knows no more than before.
+    assert!(desk.cancel("ann", run, "enough").await.unwrap());
+    let discarded = desk.discard("ann", &all, "not wanted").await.unwrap();
+    assert_eq!((discarded.count, discarded.in_hand), (0, 1));
+    // As it is it may go again.
+    run_all(&desk).await;
+    assert_eq!(house.store.count("billing").await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn what_was_certainly_not_sent_may_be_edited_though_its_run_has_not_ended() {
+    let house = House::new().await;
+    open_way_back(&house);
+    bury(&house, numbered("a", "m", 3)).await;
+    let refusing = desk_over(&house, without_word(&house, "m-1", Stored::No));
+    let run = plan(&refusing).await.row.id;
+    assert!(refusing.run("ann", run, |_| {}).await.is_err());
+    let desk = desk(&house);
+    let left = desk.list(&LetterFilter::all(), 0, 10).await.unwrap();
+    let edited = desk.edit("ann", left[0].position, "a wrong price", |_| {});
+    edited.await.unwrap();
+    // The edited one came later than the run's end.
+    let done = desk.resume("ann", run, |_| {}).await.unwrap();
+    assert_eq!((done.row.sent, done.row.state), (2, RunState::Done));
+    assert_eq!(house.store.count("billing").await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn what_the_inbox_knows_by_its_business_key_is_not_entered_once_more() {
+    let house = House::new().await;
+    let key = InboxKey::business(|incoming| {
+        let payload = incoming.message.payload.as_deref();
+        payload.map(|payload| String::from_utf8_lossy(payload).into_owned())
+    });
+    let mut transaction = house.store.begin().await.unwrap();
+    let paid = house
+        .store
+        .record(&mut transaction, "billing", &["payment-7"]);
+    paid.await.unwrap();
+    house.store.commit(transaction).await.unwrap();
+    let desk = desk(&house).with_inbox(house.store.clone(), key);
+    let of = |payment: &str| Message::new("orders", "Order").with_payload(payment.to_owned());
+    // Another id would not help: it would be taken for a duplicate.
+    let error = desk.reprocess("ann", &of("payment-7"), "again").await;
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Invalid);
+    desk.reprocess("ann", &of("payment-8"), "again")
+        .await
+        .unwrap();
+    assert_eq!(house.store.count("billing").await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn what_another_process_may_have_sent_is_held_though_this_one_certainly_did_not() {
+    let house = House::new().await;
+    open_way_back(&house);
+    bury(&house, numbered("a", "m", 3)).await;
+    let silent = desk_over(&house, without_word(&house, "m-1", Stored::Unknown));
+    let run = plan(&silent).await.row.id;
+    assert!(silent.run("ann", run, |_| {}).await.is_err());
+    let refusing = desk_over(&house, without_word(&house, "m-1", Stored::No));
+    assert!(refusing.resume("bea", run, |_| {}).await.is_err());
+    let all = LetterFilter::all();
+    let discarded = desk(&house).discard("ann", &all, "not wanted").await;
+    assert_eq!(discarded.unwrap().in_hand, 1);
 }

@@ -17,7 +17,7 @@ use relaybox::dlq::redrive::{Canary, CollectLimits, Order, Redrive, RedriveConfi
 use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::Ladder;
 use relaybox::store::sqlite::SqliteStore;
-use relaybox::store::{DeadLetterStore, LetterFilter, RedriveStore, RunState};
+use relaybox::store::{DeadLetterStore, InboxStore, LetterFilter, RedriveStore, RunState};
 use relaybox::story::{Origin, Reason, Story};
 use relaybox::testing::eventually;
 use relaybox::{Error, ErrorKind, Message};

@@ -12,18 +12,23 @@ mod listening;
 mod model;
 mod notifying;
 mod proxy;
+mod redriving;
 mod trouble;
 
 use std::time::Duration;
 
 use relaybox::store::OutboxStore;
 use relaybox::store::postgres::PostgresStore;
+use relaybox::testing::eventually;
 use relaybox_testcontainers::shared_postgres;
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection};
 
 use crate::store_contract;
 use crate::store_contract::Harness;
+
+/// Longest wait for anything that must happen; only a failing test waits that long.
+const DEADLINE: Duration = Duration::from_secs(60);
 
 pub struct Postgres {
     pub url: String,
@@ -53,9 +58,7 @@ impl Postgres {
 
     /// Repeats a question until the answer is 0.
     pub async fn until_none(&self, sql: &str) {
-        while self.number(sql).await != 0 {
-            tokio::task::yield_now().await;
-        }
+        eventually(DEADLINE, sql, || async { self.number(sql).await == 0 }).await;
     }
 
     pub async fn terminate_others(&self) {

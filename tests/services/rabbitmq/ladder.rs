@@ -90,6 +90,25 @@ async fn a_rung_with_another_delay_is_named() {
     }
 }
 
+/// Whoever collects dead letters and ends with some in hand has used up a delivery of each.
+#[tokio::test]
+async fn the_delivery_limit_is_that_of_dead_letters_too() {
+    let rabbitmq = connect().await;
+    let name = queue(&rabbitmq, "orders").await;
+    let mut request = request(&name);
+    request.dead_letters = vec![format!("{name}.DLQ")];
+    let limited = config(shared_rabbitmq().await.url()).with_delivery_limit(70);
+    let limited = RabbitMq::connect(limited).await.unwrap();
+    drop(subscribe(&limited, request.clone()).await);
+    let Err(error) = rabbitmq.subscribe(request).await else {
+        panic!("subscribed without the limit");
+    };
+    let said = error.to_string();
+    for part in [".DLQ", "x-delivery-limit", "70"] {
+        assert!(said.contains(part), "{part} is not in {said}");
+    }
+}
+
 /// A copy comes back to the shard of its key, and a dead letter is byte for byte the message.
 #[tokio::test]
 async fn a_rung_of_a_queue_with_shards_comes_back_to_the_keys_shard() {

@@ -49,6 +49,7 @@ pub(super) fn entry(row: &PgRow) -> Result<LetterEntry> {
             digest: row.try_get(14)?,
             size: count64(size.into()),
             stored_at: row.try_get(16)?,
+            occurred_at: row.try_get(19)?,
         })
     };
     read().map_err(|e| error::of_statement("read dead letter", e))
@@ -72,6 +73,7 @@ pub(super) fn run_row(row: &PgRow) -> Result<RunRow> {
             error: row.try_get(12)?,
             planned_at: row.try_get(13)?,
             changed_at: row.try_get(14)?,
+            reach: row.try_get(15)?,
         };
         Ok((run, row.try_get(5)?))
     };

@@ -2,21 +2,28 @@
 
 use sqlx::SqlStr;
 
+use crate::store::LetterFilter;
+
 use super::{MESSAGE, safe};
 
 /// Each is one statement and so one transaction.
 pub(in super::super) struct RedriveSql {
     pub take_in: SqlStr,
-    pub entries: SqlStr,
-    pub letters: SqlStr,
+    pub leave_again: SqlStr,
+    pub entries: ByFilter,
+    pub letters: ByFilter,
     pub last: SqlStr,
     pub take_out: SqlStr,
     pub replace: SqlStr,
+    pub may_have_sent: SqlStr,
     pub enter: SqlStr,
+    pub entered: SqlStr,
     pub plan: SqlStr,
     pub find_run: SqlStr,
     pub runs: SqlStr,
     pub take_run: SqlStr,
+    pub reach: SqlStr,
+    pub there: SqlStr,
     pub settle: SqlStr,
     pub end_run: SqlStr,
     pub cancel_run: SqlStr,
@@ -28,9 +35,9 @@ pub(in super::super) struct RedriveSql {
 /// What a list shows, in the order in which rows are read.
 const ENTRY: &str = "d.position, d.consumer, d.message_id, d.event_type, d.key, d.redrive_count, d.reason, \
     d.retry_count, d.first_failed_at, d.last_failed_at, d.last_error, d.origin_topic, d.origin_partition, \
-    d.origin_offset, d.digest, d.size, d.stored_at, d.owner, d.note";
+    d.origin_offset, d.digest, d.size, d.stored_at, d.owner, d.note, d.occurred_at";
 const RUN: &str = "id, consumer, operator, plan, end_position, state, cursor, token, sent, refused, rejected, proved, \
-    error, planned_at, changed_at";
+    error, planned_at, changed_at, reach";
 const MATCHES: &str = "d.consumer = $1 AND ($2::text IS NULL OR d.reason = $2) \
     AND ($3::text IS NULL OR d.event_type = $3) AND ($4::bytea IS NULL OR d.key = $4) \
     AND ($5::text IS NULL OR d.message_id = $5) AND ($6::timestamptz IS NULL OR d.stored_at >= $6) \
@@ -55,6 +62,39 @@ pub(super) fn put(t: &str, around: &str) -> String {
     )
 }
 
+/// Runs that may have sent something that nobody knows of yet. Locked, so that none of them reaches further meanwhile.
+fn locked_runs(t: &str, consumer: &str) -> String {
+    format!(
+        "runs AS (SELECT cursor, reach FROM {t}redrive_run WHERE consumer = {consumer} AND state <> 'done' FOR SHARE)"
+    )
+}
+
+/// A condition of any filter, and the one of a filter by id: with that alone the planner finds the index.
+pub(in super::super) struct ByFilter {
+    any: SqlStr,
+    one_id: SqlStr,
+}
+
+impl ByFilter {
+    fn new(sql: impl Fn(&str) -> String) -> Self {
+        let one_id = MATCHES.replace(
+            "($5::text IS NULL OR d.message_id = $5)",
+            "d.message_id = $5",
+        );
+        Self {
+            any: safe(sql(MATCHES)),
+            one_id: safe(sql(&one_id)),
+        }
+    }
+
+    pub fn of(&self, filter: &LetterFilter) -> SqlStr {
+        match &filter.message_id {
+            None => self.any.clone(),
+            Some(_) => self.one_id.clone(),
+        }
+    }
+}
+
 impl RedriveSql {
     pub(super) fn new(t: &str) -> Self {
         let message = MESSAGE
@@ -62,6 +102,7 @@ impl RedriveSql {
             .map(|column| format!("d.{}", column.trim()))
             .collect::<Vec<_>>()
             .join(", ");
+        let in_no_hand = "NOT EXISTS (SELECT 1 FROM runs r WHERE r.cursor < d.position AND d.position <= r.reach)";
         let has_left = format!(
             "EXISTS (SELECT 1 FROM {t}redrive_audit WHERE consumer = $1 AND message_id = $11 AND redrive_count = $2 \
                 AND digest = $21 AND {LEFT})"
@@ -69,20 +110,29 @@ impl RedriveSql {
         Self {
             take_in: safe(format!(
                 "{} WHERE NOT {has_left} ON CONFLICT DO NOTHING RETURNING position) \
-                 SELECT (SELECT count(*) FROM stored), {has_left}",
+                 SELECT (SELECT position FROM stored), {has_left}",
                 put(t, ", stored AS (")
             )),
-            entries: safe(format!(
-                "SELECT {ENTRY} FROM {t}dead_letter d WHERE {MATCHES} ORDER BY d.position LIMIT $13"
+            leave_again: safe(format!(
+                "DELETE FROM {t}dead_letter d WHERE d.position = $1 AND EXISTS (SELECT 1 FROM {t}redrive_audit a \
+                    WHERE a.consumer = d.consumer AND a.message_id = d.message_id AND a.redrive_count = d.redrive_count \
+                        AND a.digest = d.digest AND {LEFT})"
             )),
-            letters: safe(format!(
-                "SELECT {ENTRY}, {message} FROM ( \
+            entries: ByFilter::new(|matches| {
+                format!(
+                    "SELECT {ENTRY} FROM {t}dead_letter d WHERE {matches} ORDER BY d.position LIMIT $13"
+                )
+            }),
+            letters: ByFilter::new(|matches| {
+                format!(
+                    "SELECT {ENTRY}, {message} FROM ( \
                     SELECT at, bytes, sum(bytes) OVER (ORDER BY at) AS through FROM ( \
-                        SELECT d.position AS at, d.size::bigint AS bytes FROM {t}dead_letter d WHERE {MATCHES} \
+                        SELECT d.position AS at, d.size::bigint AS bytes FROM {t}dead_letter d WHERE {matches} \
                         ORDER BY d.position LIMIT $13) found) page \
                  JOIN {t}dead_letter d ON d.position = page.at \
                  WHERE page.through <= $14 OR page.through = page.bytes ORDER BY d.position"
-            )),
+                )
+            }),
             last: safe(format!(
                 "SELECT coalesce(max(position), 0) FROM {t}dead_letter"
             )),
@@ -90,11 +140,14 @@ impl RedriveSql {
                 "WITH told AS ( \
                     SELECT * FROM unnest($4::bigint[], $5::text[], $6::bigint[], $7::bytea[], $8::text[], $9::text[]) \
                         AS l(position, message_id, redrive_count, digest, outcome, detail)), \
+                 {runs}, \
                  gone AS ( \
-                    DELETE FROM {t}dead_letter WHERE position = ANY ($4) AND consumer = $1 RETURNING position) \
+                    DELETE FROM {t}dead_letter d WHERE d.position = ANY ($4) AND d.consumer = $1 AND {in_no_hand} \
+                    RETURNING d.position) \
                  INSERT INTO {t}redrive_audit ({AUDIT}) \
                  SELECT NULL, $1, $2, $3, message_id, redrive_count, digest, outcome, detail \
-                 FROM told JOIN gone USING (position) ORDER BY position"
+                 FROM told JOIN gone USING (position) ORDER BY position",
+                runs = locked_runs(t, "$1")
             )),
             replace: safe(format!(
                 "{} WHERE EXISTS (SELECT 1 FROM gone) RETURNING position), \
@@ -105,18 +158,26 @@ impl RedriveSql {
                 put(
                     t,
                     &format!(
-                        ", gone AS (DELETE FROM {t}dead_letter WHERE position = $24 AND consumer = $25 \
-                            RETURNING position), stored AS ("
+                        ", {}, gone AS (DELETE FROM {t}dead_letter d WHERE d.position = $24 AND d.consumer = $25 \
+                            AND {in_no_hand} RETURNING d.position), stored AS (",
+                        locked_runs(t, "$25")
                     )
                 )
             )),
+            may_have_sent: safe(format!(
+                "SELECT id FROM {t}redrive_run WHERE consumer = $1 AND state <> 'done' AND cursor < $2 AND $2 <= reach \
+                 ORDER BY id LIMIT 1"
+            )),
             enter: safe(format!(
-                "{} RETURNING position), \
+                "{} ON CONFLICT DO NOTHING RETURNING position), \
                  noted AS ( \
                     INSERT INTO {t}redrive_audit ({AUDIT}) \
                     SELECT NULL, $24, $25, $26, $27, $28, $29, $30, $31 FROM stored) \
                  SELECT position FROM stored",
                 put(t, ", stored AS (")
+            )),
+            entered: safe(format!(
+                "SELECT position FROM {t}dead_letter WHERE consumer = $1 AND message_id = $2 AND redrive_count = 0"
             )),
             plan: safe(format!(
                 "INSERT INTO {t}redrive_run (consumer, operator, plan, end_position) VALUES ($1, $2, $3, $4) \
@@ -134,11 +195,18 @@ impl RedriveSql {
                     token = greatest(token + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) \
                  WHERE consumer = $1 AND id = $2 AND state = ANY ($3::text[]) RETURNING {RUN}"
             )),
+            reach: safe(format!(
+                "UPDATE {t}redrive_run SET reach = greatest(reach, $3), changed_at = clock_timestamp() \
+                 WHERE id = $1 AND token = $2 AND state = 'running'"
+            )),
+            there: safe(format!(
+                "SELECT position FROM {t}dead_letter WHERE position = ANY ($1) AND consumer = $2"
+            )),
             // A repeated settlement finds its rows of the audit there.
             settle: safe(format!(
                 "WITH fenced AS ( \
                     UPDATE {t}redrive_run SET cursor = $3, sent = $4, refused = $5, rejected = $6, proved = $7, \
-                        changed_at = clock_timestamp() \
+                        reach = $15, changed_at = clock_timestamp() \
                     WHERE id = $1 AND token = $2 AND state = 'running' RETURNING consumer), \
                  told AS ( \
                     SELECT * FROM unnest($8::bigint[], $9::text[], $10::bigint[], $11::bytea[], $12::text[], $13::text[]) \

@@ -18,7 +18,7 @@ fn count32(count: i64) -> u32 {
 }
 
 pub(super) fn entry(row: &SqliteRow) -> Result<LetterEntry> {
-    let read = || -> Result<(LetterEntry, [Option<i64>; 3]), sqlx::Error> {
+    let read = || -> Result<(LetterEntry, [Option<i64>; 4]), sqlx::Error> {
         let consumer: String = row.try_get(1)?;
         let topic: Option<String> = row.try_get(11)?;
         let (partition, offset) = (row.try_get(12)?, row.try_get(13)?);
@@ -48,15 +48,19 @@ pub(super) fn entry(row: &SqliteRow) -> Result<LetterEntry> {
             digest: row.try_get(14)?,
             size: count64(row.try_get(15)?),
             stored_at: time::OffsetDateTime::UNIX_EPOCH,
+            occurred_at: time::OffsetDateTime::UNIX_EPOCH,
         };
-        let instants = [row.try_get(8)?, row.try_get(9)?, row.try_get(16)?];
+        let instants = [8, 9, 16, 19].map(|at| row.try_get(at));
+        let [first, last, stored, occurred] = instants;
+        let instants = [first?, last?, stored?, occurred?];
         Ok((entry, instants))
     };
-    let (mut entry, [first, last, stored]) =
+    let (mut entry, [first, last, stored, occurred]) =
         read().map_err(|e| error::of_statement("read dead letter", e))?;
     entry.story.first_failed_at = first.map(instant).transpose()?;
     entry.story.last_failed_at = last.map(instant).transpose()?;
     entry.stored_at = instant(stored.unwrap_or_default())?;
+    entry.occurred_at = occurred.map_or(Ok(entry.stored_at), instant)?;
     Ok(entry)
 }
 
@@ -78,6 +82,7 @@ pub(super) fn run_row(row: &SqliteRow) -> Result<RunRow> {
             error: row.try_get(12)?,
             planned_at: time::OffsetDateTime::UNIX_EPOCH,
             changed_at: time::OffsetDateTime::UNIX_EPOCH,
+            reach: row.try_get(15)?,
         };
         Ok((run, row.try_get(5)?, [row.try_get(13)?, row.try_get(14)?]))
     };
