@@ -111,7 +111,7 @@ where
                 job.recalled = true;
                 let note = notes.iter().position(|note| note.identity == identity);
                 if let Some(note) = note.map(|at| notes.swap_remove(at)) {
-                    job.stay(note.story, note.due_in);
+                    job.go_on(note.story, note.due_in);
                 }
             }
         }
@@ -204,6 +204,15 @@ impl Job {
     pub(super) fn note(&self) -> Option<[u8; 16]> {
         self.noted
             .then(|| self.waiting(self.story().clone()).note_identity())
+    }
+
+    /// Goes on where another run of it came to. What is suspected of having ended that run stays so, whatever it failed at before.
+    fn go_on(&mut self, story: Story, pause: Duration) {
+        let lot = self.lot;
+        self.stay(story, pause);
+        if lot == Lot::Suspect {
+            self.lot = lot;
+        }
     }
 
     /// Its next attempt is due after `pause`, in its place.

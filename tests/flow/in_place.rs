@@ -3,9 +3,11 @@
 use std::sync::atomic::Ordering;
 
 use relaybox::Message;
-use relaybox::consumer::{Consumer, handler_fn};
+use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
+use relaybox::envelope::Incoming;
 use relaybox::store::WaitingState;
-use relaybox::testing::eventually;
+use relaybox::testing::{Signal, eventually};
+use sqlx::sqlite::SqliteConnection;
 
 use super::support::{DEADLINE, House, loaded, quick, run, to};
 use super::waiting::{Log, MS, fixed, message, obey};
@@ -88,4 +90,39 @@ async fn in_place_attempts_are_counted_across_a_kill_and_the_wait_is_kept() {
     );
     assert!(of("k-0")[2].2 < of("k-1")[0].2, "the order is kept");
     assert_eq!(house.reasons()["k-0"], ("retries-exhausted".into(), 3));
+}
+
+/// Fails at its first attempt, and reaches the point at which it would take the process along in each later one.
+async fn fail_and_hang(reached: &Signal, _: &mut SqliteConnection, incoming: &Incoming) -> Outcome {
+    if incoming.story.retry_count == 0 {
+        return Outcome::Retry(Failure::new("not yet"));
+    }
+    reached.set();
+    std::future::pending().await
+}
+
+#[tokio::test]
+async fn in_place_a_message_that_ends_its_process_after_a_failure_is_found() {
+    let house = House::new().await;
+    house.publish(&[message("k", 0, "poison")]).await;
+    let mut kills = 0;
+    loop {
+        let reached = Signal::new();
+        let handler = handler_fn(reached.clone(), fail_and_hang);
+        let consumer = house.wait_with(fixed(10, 3).in_place(), handler);
+        tokio::select! {
+            () = reached.wait() => consumer.kill().await,
+            () = house.handled(1) => {
+                consumer.stop().await.unwrap();
+                break;
+            }
+        }
+        kills += 1;
+        assert!(kills < 10, "it kills for ever");
+    }
+    // The second kill tells it from its neighbours; suspected at once, it needs one more for its last attempt.
+    assert_eq!(kills, 3);
+    assert_eq!(house.reasons()["k-0"], ("retries-exhausted".into(), 3));
+    let story = &house.dead("billing")[0].story;
+    assert!(story.last_error.as_ref().unwrap().starts_with("crash: "));
 }
