@@ -135,6 +135,7 @@ where
         jobs: Vec<Job>,
         leave: &mut Leave<S::Transaction>,
     ) -> Admitted {
+        leave.makes_no_attempt();
         drop(leave.place.take());
         if self.wait(pause, leave).await {
             return Admitted::None;

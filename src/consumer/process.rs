@@ -70,7 +70,7 @@ pub(super) struct Processor<S, F> {
 /// What a task tells while it goes on.
 pub(super) struct Word<T> {
     pub(super) probe: Option<u64>,
-    /// How many attempts have ended, and whether they failed.
+    /// How many attempts have ended, and whether they failed. None: no probe.
     pub(super) attempts: usize,
     pub(super) failed: bool,
     /// The task only waits for the broker from here on.
@@ -105,6 +105,11 @@ impl<T> Leave<T> {
         let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
         let place = self.place.take_if(|_| gives_up_place);
         self.say(attempts.count(), false, place);
+    }
+
+    /// No attempt comes of it for now: if it is the guard's probe, another message can be that.
+    pub(super) fn makes_no_attempt(&self) {
+        self.say(0, false, None);
     }
 
     fn say(&self, attempts: usize, failed: bool, place: Option<Place<T>>) {
@@ -194,6 +199,7 @@ where
     async fn one(&self, mut job: Job, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         match job.lot {
             _ if job.ticket.is_some_and(|ticket| ticket.parked) => {
+                leave.makes_no_attempt();
                 let step = self.copies.park(&job);
                 return self.carry_out(step, job, leave).await;
             }

@@ -160,6 +160,9 @@ where
         }) = word
         {
             self.freed.extend(place);
+            if attempts == 0 {
+                self.guard.finished(probe);
+            }
             for _ in 0..attempts {
                 self.judge(probe, failed);
             }

@@ -3,7 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use relaybox::Message;
-use relaybox::consumer::{Consumer, Failure, Outcome, handler_fn};
+use relaybox::backoff::DelayPolicy;
+use relaybox::consumer::{Consumer, Failure, FailureGuard, Outcome, handler_fn};
 use relaybox::envelope::Incoming;
 use relaybox::store::WaitingState;
 use relaybox::testing::{Signal, eventually};
@@ -125,4 +126,43 @@ async fn in_place_a_message_that_ends_its_process_after_a_failure_is_found() {
     assert_eq!(house.reasons()["k-0"], ("retries-exhausted".into(), 3));
     let story = &house.dead("billing")[0].story;
     assert!(story.last_error.as_ref().unwrap().starts_with("crash: "));
+}
+
+#[tokio::test]
+async fn what_waits_in_its_place_is_no_probe_of_the_guard() {
+    let house = House::new().await;
+    let log = Log::default();
+    // A partition each.
+    house
+        .publish(&[keyless("a", "fail 9"), keyless("b", "fail 9")])
+        .await;
+    let guard = FailureGuard::default()
+        .with_window(2)
+        .with_pause(DelayPolicy::fixed(20 * MS));
+    let consumer = house
+        .waiting(fixed(600_000, 2).in_place())
+        .with_config(quick().with_failure_guard(guard));
+    let counts = consumer.counts();
+    let consumer = run(consumer, handler_fn(log.clone(), obey));
+    eventually(
+        DEADLINE,
+        "both failed, and so the guard is closed",
+        || async { loaded(&counts.retried) == 2 },
+    )
+    .await;
+    house.publish(&[keyless("c", "ok")]).await;
+    eventually(
+        DEADLINE,
+        "a partition that does not wait goes on",
+        || async { house.effects("billing").await == ["c"] },
+    )
+    .await;
+    consumer.stop().await.unwrap();
+}
+
+/// Keyless messages take turns among the partitions.
+fn keyless(id: &str, payload: &str) -> Message {
+    Message::new("orders", "Numbered")
+        .with_id(id)
+        .with_payload(payload.to_owned())
 }
