@@ -22,7 +22,7 @@ use super::tell::Became;
 pub(super) enum Admitted {
     Now(Vec<Job>),
     Alone(Vec<Job>),
-    /// The consumer stops.
+    /// The consumer stops, or none of them is ours any more.
     None,
 }
 
@@ -64,7 +64,7 @@ where
             return Admitted::Now(jobs);
         }
         let occupied = || room.store.occupied(consumer, &lines);
-        let Some(occupied) = self.until_answered(leave, occupied).await else {
+        let Some(occupied) = self.until_answered(&jobs, leave, occupied).await else {
             return Admitted::None;
         };
         let mut go = Vec::with_capacity(jobs.len());
@@ -76,10 +76,11 @@ where
             let story = job.message.incoming.story.clone();
             let waiting = job.waiting(story.taken(consumer, &job.origin));
             let follow = || room.store.follow(consumer, &waiting);
-            match self.until_answered(leave, follow).await {
+            match self.patiently(&job, leave, follow).await {
                 Some(true) => self.acknowledge(job, Became::Behind).await,
                 Some(false) => go.push(job),
-                None => return Admitted::None,
+                None if job.receipt.is_current() => return Admitted::None,
+                None => {}
             }
         }
         Admitted::Now(go)
@@ -103,7 +104,7 @@ where
         if !asked.is_empty() {
             let identities: Vec<[u8; 16]> = asked.iter().map(|(_, identity)| *identity).collect();
             let recall = || room.store.recall(consumer, &identities);
-            let Some(mut notes) = self.until_answered(leave, recall).await else {
+            let Some(mut notes) = self.until_answered(&jobs, leave, recall).await else {
                 return Admitted::None;
             };
             for (at, identity) in asked {
@@ -128,7 +129,7 @@ where
         Admitted::Now(jobs)
     }
 
-    /// Waits, and occupies no handler meanwhile.
+    /// Waits, and occupies no handler meanwhile. What went to another member comes back early, to be dropped.
     async fn stay(
         &self,
         pause: Duration,
@@ -137,7 +138,7 @@ where
     ) -> Admitted {
         leave.makes_no_attempt();
         drop(leave.place.take());
-        if self.wait(pause, leave).await {
+        if self.wait_while(|| any_is_ours(&jobs), pause, leave).await {
             return Admitted::None;
         }
         Admitted::Alone(jobs)
@@ -152,17 +153,22 @@ where
         }
     }
 
-    /// Asks until the database answers; `None` when the consumer stops.
+    /// Asks until the database answers; `None` when the consumer stops, or none of these is ours any more.
     async fn until_answered<T, A>(
         &self,
+        jobs: &[Job],
         leave: &mut Leave<S::Transaction>,
         ask: impl Fn() -> A,
     ) -> Option<T>
     where
         A: Future<Output = Result<T>>,
     {
-        self.ask_while(|| true, leave, ask).await
+        self.ask_while(|| any_is_ours(jobs), leave, ask).await
     }
+}
+
+fn any_is_ours(jobs: &[Job]) -> bool {
+    jobs.iter().any(|job| job.receipt.is_current())
 }
 
 /// The line that a delivery of the broker has to ask for.

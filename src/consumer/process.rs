@@ -470,12 +470,4 @@ where
         self.condition.database(Some(error));
         pauses.patient()
     }
-
-    /// Waits; `true` when the consumer is told to stop meanwhile.
-    pub(super) async fn wait(&self, pause: Duration, leave: &mut Leave<S::Transaction>) -> bool {
-        tokio::select! {
-            () = self.clock.sleep(pause) => false,
-            _ = leave.stop.wait_for(|stop| *stop) => true,
-        }
-    }
 }

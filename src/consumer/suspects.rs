@@ -112,7 +112,7 @@ where
                 Ok(answer) => return Some(answer),
                 Err(error) => {
                     let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
+                    if self.wait_while(&holds, pause, leave).await {
                         break;
                     }
                 }

@@ -160,6 +160,44 @@ async fn what_waits_in_its_place_is_no_probe_of_the_guard() {
     consumer.stop().await.unwrap();
 }
 
+#[tokio::test]
+async fn a_partition_that_waits_in_its_place_is_let_go_when_it_changes_hands() {
+    let house = House::new().await;
+    house.broker.create_topic("single", 2).unwrap();
+    let log = Log::default();
+    let publish = async |id, payload| {
+        house
+            .publish(&to("single", vec![keyless(id, payload)]))
+            .await
+    };
+    let member = || {
+        let (broker, store) = (house.broker.clone(), house.store.clone());
+        let consumer = Consumer::new("billing", "single", broker, store)
+            .with_ladder(fixed(600_000, 2).in_place())
+            .with_waiting_room(house.store.clone())
+            // Holding the one that waits, it has no room for another.
+            .with_config(quick().with_concurrency(1).with_in_flight_max(1));
+        run(consumer, handler_fn(log.clone(), obey))
+    };
+    let first = member();
+    publish("b", "fail 9").await;
+    eventually(DEADLINE, "a partition waits", || async {
+        house.counted(WaitingState::Noted).await == 1
+    })
+    .await;
+    // That one goes to the second member, the other one stays.
+    let second = member();
+    publish("a", "ok").await;
+    eventually(DEADLINE, "the first member has room again", || async {
+        house.effects("billing").await == ["a"]
+    })
+    .await;
+    first.stop().await.unwrap();
+    second.stop().await.unwrap();
+    assert_eq!(house.broker.committed("billing", "single"), [1, 0]);
+    assert_eq!(log.of("b"), ["b"], "its wait goes on elsewhere");
+}
+
 /// Keyless messages take turns among the partitions.
 fn keyless(id: &str, payload: &str) -> Message {
     Message::new("orders", "Numbered")
