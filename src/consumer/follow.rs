@@ -28,6 +28,7 @@ where
         ask: Ask,
         leave: &mut Leave<S::Transaction>,
     ) -> Vec<Job> {
+        self.regain(&job, leave).await;
         match self.routes.next(&failure, ask, job.tries) {
             Next::Fail(ask) => return self.fail(job, &failure, ask, leave).await,
             Next::Skip => self.skip(job, &failure, leave).await,

@@ -144,6 +144,15 @@ where
         Admitted::Alone(jobs)
     }
 
+    /// Takes hold again of what was claimed in the waiting room, unless another member has it by now: while a handler holds a
+    /// database's only lock, nobody renews its claim.
+    pub(super) async fn regain(&self, job: &Job, leave: &mut Leave<S::Transaction>) {
+        if let (Some(room), Some(ticket)) = (&self.copies.room, job.ticket) {
+            self.ask_while(|| true, leave, || room.regain(ticket.claim))
+                .await;
+        }
+    }
+
     /// Forgets the note of a message that has come to its end. One that stays is cleaned up by its age.
     pub(super) async fn forget(&self, note: [u8; 16]) {
         if let Some(room) = &self.copies.room

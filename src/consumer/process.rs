@@ -347,7 +347,9 @@ where
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         // As long as it lives, the probe tells that this message waits for its copy to be taken.
         let mut _waiting = None;
-        while job.receipt.is_current() {
+        // A count in the waiting room only grows: whoever claimed the message since may be told of this attempt too.
+        let may_be_late = job.ticket.is_some() && matches!(step, Step::Wait { .. });
+        while may_be_late || job.receipt.is_current() {
             match self.copies.put(&step, &job).await {
                 Ok(()) => {
                     self.copies.tell(&step, &job);

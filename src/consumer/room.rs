@@ -256,6 +256,16 @@ impl Room {
         }
     }
 
+    /// Prolongs a claim whose lease has ended, if nobody has claimed the row since.
+    pub(super) async fn regain(&self, claim: Claim) -> Result<()> {
+        if !self.is_held(claim) {
+            let asked = Instant::now();
+            let kept = self.store.renew(&[claim], self.lease).await?;
+            self.renewed(&[claim], &kept, asked);
+        }
+        Ok(())
+    }
+
     async fn give_back(&self, claims: &[Claim]) {
         if let Err(error) = self.store.give_back(claims, Duration::ZERO).await {
             debug!(consumer = self.consumer, %error, "what waits again is free when its lease ends");

@@ -5,13 +5,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use relaybox::backoff::DelayPolicy;
 use relaybox::broker::RejectionScope;
-use relaybox::consumer::{FailureGuard, handler_fn};
-use relaybox::envelope::Outgoing;
+use relaybox::consumer::{Failure, FailureGuard, Outcome, handler_fn};
+use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::DeadHead;
+use relaybox::store::sqlite::SqliteStore;
 use relaybox::story::Reason;
 use relaybox::testing::eventually;
+use sqlx::sqlite::SqliteConnection;
 
-use super::support::{Altered, DEADLINE, House, loaded, quick, refused, run};
+use super::support::{Altered, DEADLINE, House, Running, Shared, loaded, quick, refused, run};
 use super::waiting::{Log, MS, fixed, message, obey};
 
 #[tokio::test]
@@ -52,4 +54,89 @@ async fn a_message_that_is_parked_is_no_probe_of_the_guard() {
     })
     .await;
     consumer.stop().await.unwrap();
+}
+
+/// A number that the waiting room's only row tells.
+async fn told(store: &SqliteStore, column: &'static str) -> i64 {
+    let question = format!("SELECT {column} FROM relaybox_waiting");
+    let question = sqlx::query_scalar(sqlx::AssertSqlSafe(question));
+    question.fetch_one(store.pool()).await.unwrap()
+}
+
+/// Fails every time, out of the room not before its claim has ended: a handler holds the file's only write lock, so that nobody
+/// prolongs it.
+async fn outlast(store: &SqliteStore, _: &mut SqliteConnection, incoming: &Incoming) -> Outcome {
+    if incoming.story.retry_count > 0 {
+        let left = "visible_at - CAST(unixepoch('subsec') * 1000000 AS INTEGER)";
+        eventually(DEADLINE, "its claim has ended", || async {
+            told(store, left).await < 0
+        })
+        .await;
+    }
+    Outcome::Retry(Failure::new("late"))
+}
+
+#[tokio::test]
+async fn an_attempt_that_outlasts_its_claim_counts() {
+    for ladder in [fixed(10, 3).stored(), fixed(10, 3).by_key(DeadHead::Skip)] {
+        let house = House::new().await;
+        house.publish(&[message("k", 0, "ok")]).await;
+        let consumer = house.wait_with(ladder, handler_fn(house.store.clone(), outlast));
+        house.handled(1).await;
+        consumer.stop().await.unwrap();
+        assert_eq!(house.reasons()["k-0"], ("retries-exhausted".into(), 3));
+    }
+}
+
+#[derive(Clone)]
+struct Taken {
+    store: SqliteStore,
+    /// How many failures the row tells of, at each attempt out of the room.
+    counts: Shared<i64>,
+}
+
+/// Its first attempt out of the room ends when somebody else has claimed the message.
+async fn lose(taken: &Taken, incoming: &Incoming) -> Outcome {
+    let Taken { store, counts } = taken;
+    if incoming.story.retry_count == 0 {
+        return Outcome::Retry(Failure::new("first"));
+    }
+    let count = told(store, "retry_count").await;
+    let attempts = {
+        let mut counts = counts.lock().unwrap();
+        counts.push(count);
+        counts.len()
+    };
+    if attempts > 1 {
+        return Outcome::Done;
+    }
+    let token = told(store, "token").await;
+    // Again and again, because its holder goes on prolonging it.
+    eventually(DEADLINE, "it is claimed again", || async {
+        let end = "UPDATE relaybox_waiting SET visible_at = 0 WHERE token = ?";
+        let ended = sqlx::query(end).bind(token).execute(store.pool());
+        ended.await.unwrap().rows_affected() == 0
+    })
+    .await;
+    Outcome::Retry(Failure::new("late"))
+}
+
+#[tokio::test]
+async fn a_count_is_not_lost_with_the_claim() {
+    let house = House::new().await;
+    house.publish(&[message("k", 0, "ok")]).await;
+    let taken = Taken {
+        store: house.store.clone(),
+        counts: Shared::default(),
+    };
+    let consumer = house.waiting(fixed(10, 5).by_key(DeadHead::Skip));
+    let handler = handler_fn(taken.clone(), lose);
+    let consumer = Running::start(|stop| consumer.run_outside_until(handler, stop));
+    eventually(DEADLINE, "it came twice out of the room", || async {
+        taken.counts.lock().unwrap().len() >= 2
+    })
+    .await;
+    house.handled(0).await;
+    consumer.stop().await.unwrap();
+    assert_eq!(taken.counts.lock().unwrap()[..2], [1, 2]);
 }
