@@ -246,19 +246,16 @@ impl Job {
 }
 
 impl super::copies::Copies {
-    /// Lets a message that is in work elsewhere wait with its key, so that nothing passes it. Whether it does.
-    pub(super) async fn put_off(&self, job: &Job, delay: Duration) -> bool {
-        let (Some(room), Some(_)) = (&self.room, self.ladder.dead_head()) else {
-            return false;
-        };
-        if job.ticket.is_some() || job.message.incoming.message.key.is_none() {
-            return false;
-        }
+    /// What lets a message that is in work elsewhere wait with its key, where keys wait.
+    pub(super) fn in_line(&self, job: &Job) -> Option<(&Room, Waiting)> {
+        self.ladder.dead_head()?;
+        let has_key = job.message.incoming.message.key.is_some();
+        let room = self
+            .room
+            .as_deref()
+            .filter(|_| has_key && job.ticket.is_none())?;
         let story = job.story().clone().taken(&self.consumer, &job.origin);
-        let waiting = job.waiting(story);
-        let put = room.store.put(&self.consumer, &waiting, true, delay).await;
-        room.expect(delay);
-        put.is_ok()
+        Some((room, job.waiting(story)))
     }
 
     /// What a dead letter does to those of its key behind it. Safe to repeat.

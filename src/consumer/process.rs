@@ -225,7 +225,7 @@ where
                     self.end(&job, leave).await;
                     self.acknowledge(job, Became::Duplicate).await;
                 }
-                Some(Standing::InWork) => return self.put_off(job).await,
+                Some(Standing::InWork) => return self.put_off(job, leave).await,
                 None => {}
             },
             Lot::Watched => match self.patiently(&job, leave, || self.begin(&job)).await {
@@ -261,7 +261,7 @@ where
                 }
                 Attempt::Busy => {
                     self.end(&job, leave).await;
-                    return self.put_off(job).await;
+                    return self.put_off(job, leave).await;
                 }
                 Attempt::Failed { failure, ask } => (failure, ask),
                 Attempt::Unavailable(error) => {
@@ -395,7 +395,7 @@ where
     }
 
     /// Returns the message if it is to be handled again.
-    async fn put_off(&self, mut job: Job) -> Vec<Job> {
+    async fn put_off(&self, mut job: Job, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         warn!(
             consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
             "message is in work elsewhere, in a transaction that does not end; it is put off"
@@ -405,8 +405,16 @@ where
             job.pause = Some(BUSY_DELAY);
             return vec![job];
         }
-        if self.copies.put_off(&job, BUSY_DELAY).await {
-            self.settle(job.receipt, Settlement::Acknowledge).await;
+        if let Some((room, waiting)) = self.copies.in_line(&job) {
+            // Given back to the broker instead, it would be passed by others of its key.
+            let put = || {
+                room.store
+                    .put(&self.inbox.consumer, &waiting, true, BUSY_DELAY)
+            };
+            if self.patiently(&job, leave, put).await.is_some() {
+                room.expect(BUSY_DELAY);
+                self.settle(job.receipt, Settlement::Acknowledge).await;
+            }
             return Vec::new();
         }
         self.memory.remember_put_off(&job.message.key);

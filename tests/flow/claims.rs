@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use relaybox::ErrorKind;
 use relaybox::backoff::DelayPolicy;
 use relaybox::broker::RejectionScope;
-use relaybox::consumer::{Failure, FailureGuard, Outcome, handler_fn};
+use relaybox::consumer::{Consumer, Failure, FailureGuard, Outcome, handler_fn};
 use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::DeadHead;
+use relaybox::readiness::NotReady;
 use relaybox::store::sqlite::SqliteStore;
 use relaybox::story::Reason;
-use relaybox::testing::eventually;
+use relaybox::testing::{FaultyInbox, InboxCall, InboxFault, eventually};
 use sqlx::sqlite::SqliteConnection;
 
 use super::support::{Altered, DEADLINE, House, Running, Shared, loaded, quick, refused, run};
@@ -54,6 +56,41 @@ async fn a_message_that_is_parked_is_no_probe_of_the_guard() {
     })
     .await;
     consumer.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_message_in_work_elsewhere_keeps_its_place_while_the_room_refuses_it() {
+    let house = House::new().await;
+    let log = Log::default();
+    house
+        .publish(&[message("k", 0, "ok"), message("k", 1, "ok")])
+        .await;
+    let refuse = "CREATE TRIGGER refuse BEFORE INSERT ON relaybox_waiting BEGIN SELECT RAISE(ABORT, 'no'); END";
+    let execute = async |sql| {
+        let done = sqlx::raw_sql(sql).execute(house.store.pool());
+        done.await.unwrap()
+    };
+    execute(refuse).await;
+    let busy = InboxFault::Fail(ErrorKind::Busy);
+    let inbox = FaultyInbox::new(house.store.clone()).with_fault(InboxCall::Record, 1, busy);
+    let consumer = Consumer::new("billing", "orders", house.broker.clone(), inbox)
+        .with_ladder(fixed(10, 2).by_key(DeadHead::Skip))
+        .with_waiting_room(house.store.clone())
+        .with_config(quick());
+    let probe = consumer.probe();
+    let handler = handler_fn(log.clone(), obey);
+    let consumer = Running::start(|stop| consumer.run_until(handler, stop));
+    let went_on = async || !house.effects("billing").await.is_empty();
+    eventually(DEADLINE, "it is refused", || async {
+        let reasons = probe.readiness().reasons;
+        let refused = |reason: &NotReady| matches!(reason, NotReady::DatabaseDown(_));
+        reasons.iter().any(refused) || went_on().await
+    })
+    .await;
+    execute("DROP TRIGGER refuse").await;
+    house.handled(2).await;
+    consumer.stop().await.unwrap();
+    assert_eq!(log.of("k"), ["k-0", "k-1"]);
 }
 
 /// A number that the waiting room's only row tells.
