@@ -12,6 +12,7 @@ mod listening;
 mod model;
 mod notifying;
 mod proxy;
+mod room;
 mod trouble;
 
 use std::time::Duration;
