@@ -121,8 +121,7 @@ impl Room {
             .with_cap(Duration::from_secs(10));
         let mut patient = policy.delays(fastrand::u64(..));
         while !arrivals.is_closed() {
-            let left = *self.next() - self.clock.now();
-            let left = Duration::try_from(left).unwrap_or_default();
+            let left = left(*self.next(), self.clock.now());
             let count = self.wanted.load(Ordering::Acquire).min(CLAIM_MAX);
             if count == 0 {
                 self.changed.notified().await;
@@ -324,6 +323,16 @@ impl Room {
     }
 }
 
+/// How long nobody has to ask. No question is ever planned further ahead than [`IDLE_MAX`]: where it is, the clock was put back.
+fn left(next: OffsetDateTime, now: OffsetDateTime) -> Duration {
+    let left = Duration::try_from(next - now).unwrap_or_default();
+    if left > IDLE_MAX {
+        Duration::ZERO
+    } else {
+        left
+    }
+}
+
 /// The receipt of a delivery out of the waiting room.
 struct Place {
     room: Arc<Room>,
@@ -360,5 +369,22 @@ impl Drop for Place {
             self.room.let_go(self.claim);
             self.room.held().dropped.push(self.claim);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use time::macros::datetime;
+
+    #[test]
+    fn a_clock_that_was_put_back_keeps_nobody_from_asking() {
+        let now = datetime!(2026-01-05 10:00 UTC);
+        let in_micros = |micros| left(now + time::Duration::microseconds(micros), now);
+        assert_eq!(in_micros(-1), Duration::ZERO);
+        assert_eq!(in_micros(1), Duration::from_micros(1));
+        assert_eq!(in_micros(1_000_000), IDLE_MAX);
+        assert_eq!(in_micros(1_000_001), Duration::ZERO);
+        assert_eq!(in_micros(2 * 3_600_000_000), Duration::ZERO);
     }
 }
