@@ -18,7 +18,7 @@ use super::RECEIVE_PAUSE;
 use super::form::Form;
 use super::guard::{Gate, Watch};
 use super::intake::Intake;
-use super::job::{Job, Lot};
+use super::job::Job;
 use super::process::{Leave, Place, Processor, Word};
 use super::room::Arrival;
 use super::schedule::{Company, Picked, Schedule, Slot};
@@ -278,8 +278,7 @@ where
         let (count, bytes) = (items.len(), items.iter().map(Job::bytes).sum());
         self.running_count += count;
         self.running_bytes += bytes;
-        if items.iter().any(|job| job.lot != Lot::Work) {
-            // What it does first is no transaction.
+        if !items.iter().all(Job::begins_with_an_attempt) {
             place.next = None;
         }
         let processor = self.processor.clone();
