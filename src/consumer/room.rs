@@ -213,18 +213,10 @@ impl Room {
     pub(super) async fn keep(self: Arc<Self>) {
         loop {
             tokio::time::sleep(self.lease / 3).await;
-            let (claims, dropped) = {
-                let mut held = self.held();
-                let claims: Vec<Claim> = held
-                    .claims
-                    .iter()
-                    .map(|(&position, &(token, _))| Claim { position, token })
-                    .collect();
-                (claims, std::mem::take(&mut held.dropped))
-            };
-            if !dropped.is_empty() {
-                self.give_back(&dropped).await;
-            }
+            self.give_back_dropped().await;
+            let claims: Vec<Claim> = (self.held().claims.iter())
+                .map(|(&position, &(token, _))| Claim { position, token })
+                .collect();
             if claims.is_empty() {
                 continue;
             }
@@ -263,6 +255,14 @@ impl Room {
             self.renewed(&[claim], &kept, asked);
         }
         Ok(())
+    }
+
+    /// Gives back what was dropped without a settlement.
+    pub(super) async fn give_back_dropped(&self) {
+        let dropped = std::mem::take(&mut self.held().dropped);
+        if !dropped.is_empty() {
+            self.give_back(&dropped).await;
+        }
     }
 
     async fn give_back(&self, claims: &[Claim]) {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use relaybox::ErrorKind;
 use relaybox::backoff::DelayPolicy;
@@ -11,8 +12,9 @@ use relaybox::envelope::{Incoming, Outgoing};
 use relaybox::ladder::DeadHead;
 use relaybox::readiness::NotReady;
 use relaybox::store::sqlite::SqliteStore;
+use relaybox::store::{Waiting, WaitingStore};
 use relaybox::story::Reason;
-use relaybox::testing::{FaultyInbox, InboxCall, InboxFault, eventually};
+use relaybox::testing::{FaultyInbox, InboxCall, InboxFault, Signal, eventually};
 use sqlx::sqlite::SqliteConnection;
 
 use super::support::{Altered, DEADLINE, House, Running, Shared, loaded, quick, refused, run};
@@ -176,4 +178,51 @@ async fn a_count_is_not_lost_with_the_claim() {
     house.handled(0).await;
     consumer.stop().await.unwrap();
     assert_eq!(taken.counts.lock().unwrap()[..2], [1, 2]);
+}
+
+/// Hangs at the message `slow`.
+async fn hang((entered, release): &(Signal, Signal), incoming: &Incoming) -> Outcome {
+    if incoming.message.id.as_str() == "slow-0" {
+        entered.set();
+        release.wait().await;
+    }
+    Outcome::Done
+}
+
+#[tokio::test]
+async fn a_member_that_stops_gives_back_at_once_what_it_does_not_work_on() {
+    let house = House::new().await;
+    let (entered, release) = (Signal::new(), Signal::new());
+    house.publish(&[message("slow", 0, "ok")]).await;
+    // With its room taken by that one, it claims nothing that it could begin with.
+    let config = quick()
+        .with_concurrency(1)
+        .with_in_flight_max(1)
+        .with_waiting_lease(1_000 * MS)
+        .with_shutdown_deadline(2 * DEADLINE);
+    let consumer = house.waiting(fixed(10, 2).stored()).with_config(config);
+    let handler = handler_fn((entered.clone(), release.clone()), hang);
+    let consumer = Running::start(|stop| consumer.run_outside_until(handler, stop));
+    entered.wait().await;
+    let due = Waiting {
+        source: "orders".into(),
+        known_as: "m-0".into(),
+        letter: message("m", 0, "ok").into(),
+    };
+    let put = house.store.put("billing", &due, false, Duration::ZERO);
+    put.await.unwrap();
+    eventually(DEADLINE, "it is claimed all the same", || async {
+        told(&house.store, "claims").await == 1
+    })
+    .await;
+    let another = async {
+        eventually(DEADLINE, "another member may have it", || async {
+            let claims = house.store.claim("billing", 1, DEADLINE).await.unwrap();
+            !claims.rows.is_empty()
+        })
+        .await;
+        release.set();
+    };
+    let (stopped, ()) = tokio::join!(consumer.stop(), another);
+    stopped.unwrap();
 }
