@@ -40,7 +40,7 @@ where
     ) -> Admitted {
         let keeps_order = self.copies.ladder.needs_affinity();
         if let Some(place) = leave.place.as_mut().filter(|_| keeps_order) {
-            place.next = None;
+            place.give_transaction_back();
         }
         match &self.copies.room {
             Some(room) if self.copies.ladder.dead_head().is_some() => {

@@ -85,6 +85,13 @@ pub(super) struct Place<T> {
     pub(super) next: Option<T>,
 }
 
+impl<T> Place<T> {
+    /// What comes first is another thing, over which the transaction would stay open.
+    pub(super) fn give_transaction_back(&mut self) {
+        self.next = None;
+    }
+}
+
 /// What a task may do: occupy a handler, and go on until it is told to stop.
 pub(super) struct Leave<T> {
     /// Given up when only the broker is waited for.
@@ -289,7 +296,7 @@ where
         // Of a suspect there is still something to write, on another connection.
         let is_all = job.lot == Lot::Work;
         if let Some(place) = leave.place.as_mut().filter(|_| !is_all) {
-            place.next = None;
+            place.give_transaction_back();
         }
         leave.succeeded(&[ended], is_all);
         self.end(&job, leave).await;

@@ -279,7 +279,7 @@ where
         self.running_count += count;
         self.running_bytes += bytes;
         if !items.iter().all(Job::begins_with_an_attempt) {
-            place.next = None;
+            place.give_transaction_back();
         }
         let processor = self.processor.clone();
         let leave = Leave {
