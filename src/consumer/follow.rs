@@ -10,7 +10,6 @@ use crate::store::InboxStore;
 use super::form::Form;
 use super::job::Job;
 use super::outcome::Failure;
-use super::pauses::Pauses;
 use super::process::{Leave, Processor};
 use super::routes::Next;
 use super::tell::Became;
@@ -28,6 +27,7 @@ where
         ask: Ask,
         leave: &mut Leave<S::Transaction>,
     ) -> Vec<Job> {
+        self.regain(&job, leave).await;
         match self.routes.next(&failure, ask, job.tries) {
             Next::Fail(ask) => return self.fail(job, &failure, ask, leave).await,
             Next::Skip => self.skip(job, &failure, leave).await,
@@ -67,25 +67,15 @@ where
         if !self.end(&job, leave).await {
             return;
         }
-        let mut pauses = Pauses::new(&self.config);
-        while job.receipt.is_current() {
-            match self.inbox.remember(&job.message.key).await {
-                Ok(()) => {
-                    let class = failure.class();
-                    warn!(
-                        consumer = self.inbox.consumer, id = %job.message.incoming.message.id, class,
-                        error = %failure, "a failed message is skipped, as its route says"
-                    );
-                    let became = Became::Skipped(class.to_owned());
-                    return self.acknowledge(job, became).await;
-                }
-                Err(error) => {
-                    let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
-                        return;
-                    }
-                }
-            }
+        let remember = || self.inbox.remember(&job.message.key);
+        if self.patiently(&job, leave, remember).await.is_some() {
+            let class = failure.class();
+            warn!(
+                consumer = self.inbox.consumer, id = %job.message.incoming.message.id, class,
+                error = %failure, "a failed message is skipped, as its route says"
+            );
+            let became = Became::Skipped(class.to_owned());
+            self.acknowledge(job, became).await;
         }
     }
 }

@@ -27,6 +27,14 @@ struct Claiming {
     tasks: [JoinHandle<()>; 2],
 }
 
+impl Claiming {
+    /// What was claimed and not taken is dropped here, and so to be given back. Nothing more is claimed.
+    fn close(&mut self) {
+        self.arrivals.close();
+        while self.arrivals.try_recv().is_ok() {}
+    }
+}
+
 impl Drop for Claiming {
     fn drop(&mut self) {
         for task in &self.tasks {
@@ -84,15 +92,22 @@ impl Intake {
         self.subscription.health()
     }
 
+    /// Claims nothing more, and gives back what nobody works on, while what runs comes to its end.
+    pub(super) async fn claim_no_more(&mut self) {
+        if let Some(claiming) = &mut self.room {
+            claiming.close();
+            let given_back = claiming.room.give_back_dropped();
+            let _ = tokio::time::timeout(LEAVE_MAX, given_back).await;
+        }
+    }
+
     pub(super) async fn close(mut self, deadline: Duration) -> Result<()> {
         if let Some(mut claiming) = self.room.take() {
             for task in &mut claiming.tasks {
                 task.abort();
                 let _ = task.await;
             }
-            // What was claimed and not taken is dropped here, and so given back.
-            claiming.arrivals.close();
-            while claiming.arrivals.try_recv().is_ok() {}
+            claiming.close();
             claiming.room.leave(deadline.min(LEAVE_MAX)).await;
         }
         self.subscription.close(deadline).await

@@ -189,6 +189,11 @@ impl Job {
         }
     }
 
+    /// Whether a transaction for its attempt is the first thing that it needs.
+    pub(super) fn begins_with_an_attempt(&self) -> bool {
+        self.company() == Company::Batch
+    }
+
     /// Its key, or its lane, one of which is in work at a time.
     pub(super) fn slot(&self) -> Slot {
         let key = &self.message.incoming.message.key;
@@ -258,5 +263,67 @@ impl Homes {
             },
             String::as_str,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::future::BoxFuture;
+
+    use super::*;
+    use crate::broker::Settlement;
+    use crate::message::Message;
+    use crate::store::Claim;
+
+    struct Settled;
+
+    impl Receipt for Settled {
+        fn is_current(&self) -> bool {
+            true
+        }
+
+        fn settle(self: Box<Self>, _: Settlement) -> BoxFuture<'static, crate::error::Result<()>> {
+            Box::pin(async { Ok(()) })
+        }
+    }
+
+    fn job(redelivered: bool, parked: Option<bool>) -> Job {
+        let origin = Origin {
+            topic: "orders".into(),
+            partition: None,
+            offset: None,
+        };
+        let delivery = Delivery {
+            incoming: Incoming {
+                message: Message::new("orders", "T").with_key("k"),
+                story: Story::default(),
+                id_missing: false,
+            },
+            source: "orders".into(),
+            coordinates: origin,
+            redelivered,
+            receipt: Box::new(Settled),
+        };
+        let claim = Claim {
+            position: 1,
+            token: 1,
+        };
+        let ticket = parked.map(|parked| Ticket { claim, parked });
+        let homes = Homes::new(&["orders".into()], &[]);
+        Job::of(
+            Arrival { delivery, ticket },
+            "billing",
+            &homes,
+            &InboxKey::MessageId,
+            MissingId::DeadLetter,
+        )
+    }
+
+    #[test]
+    fn what_is_examined_or_parked_first_needs_no_transaction() {
+        assert!(job(false, None).begins_with_an_attempt());
+        assert!(job(false, Some(false)).begins_with_an_attempt());
+        assert!(!job(true, None).begins_with_an_attempt());
+        assert!(!job(false, Some(true)).begins_with_an_attempt());
     }
 }

@@ -22,7 +22,7 @@ use super::tell::Became;
 pub(super) enum Admitted {
     Now(Vec<Job>),
     Alone(Vec<Job>),
-    /// The consumer stops.
+    /// The consumer stops, or none of them is ours any more.
     None,
 }
 
@@ -40,7 +40,7 @@ where
     ) -> Admitted {
         let keeps_order = self.copies.ladder.needs_affinity();
         if let Some(place) = leave.place.as_mut().filter(|_| keeps_order) {
-            place.next = None;
+            place.give_transaction_back();
         }
         match &self.copies.room {
             Some(room) if self.copies.ladder.dead_head().is_some() => {
@@ -64,7 +64,7 @@ where
             return Admitted::Now(jobs);
         }
         let occupied = || room.store.occupied(consumer, &lines);
-        let Some(occupied) = self.until_answered(leave, occupied).await else {
+        let Some(occupied) = self.until_answered(&jobs, leave, occupied).await else {
             return Admitted::None;
         };
         let mut go = Vec::with_capacity(jobs.len());
@@ -76,10 +76,11 @@ where
             let story = job.message.incoming.story.clone();
             let waiting = job.waiting(story.taken(consumer, &job.origin));
             let follow = || room.store.follow(consumer, &waiting);
-            match self.until_answered(leave, follow).await {
+            match self.patiently(&job, leave, follow).await {
                 Some(true) => self.acknowledge(job, Became::Behind).await,
                 Some(false) => go.push(job),
-                None => return Admitted::None,
+                None if job.receipt.is_current() => return Admitted::None,
+                None => {}
             }
         }
         Admitted::Now(go)
@@ -103,7 +104,7 @@ where
         if !asked.is_empty() {
             let identities: Vec<[u8; 16]> = asked.iter().map(|(_, identity)| *identity).collect();
             let recall = || room.store.recall(consumer, &identities);
-            let Some(mut notes) = self.until_answered(leave, recall).await else {
+            let Some(mut notes) = self.until_answered(&jobs, leave, recall).await else {
                 return Admitted::None;
             };
             for (at, identity) in asked {
@@ -111,7 +112,7 @@ where
                 job.recalled = true;
                 let note = notes.iter().position(|note| note.identity == identity);
                 if let Some(note) = note.map(|at| notes.swap_remove(at)) {
-                    job.stay(note.story, note.due_in);
+                    job.go_on(note.story, note.due_in);
                 }
             }
         }
@@ -128,18 +129,28 @@ where
         Admitted::Now(jobs)
     }
 
-    /// Waits, and occupies no handler meanwhile.
+    /// Waits, and occupies no handler meanwhile. What went to another member comes back early, to be dropped.
     async fn stay(
         &self,
         pause: Duration,
         jobs: Vec<Job>,
         leave: &mut Leave<S::Transaction>,
     ) -> Admitted {
+        leave.makes_no_attempt();
         drop(leave.place.take());
-        if self.wait(pause, leave).await {
+        if self.wait_while(|| any_is_ours(&jobs), pause, leave).await {
             return Admitted::None;
         }
         Admitted::Alone(jobs)
+    }
+
+    /// Takes hold again of what was claimed in the waiting room, unless another member has it by now: while a handler holds a
+    /// database's only lock, nobody renews its claim.
+    pub(super) async fn regain(&self, job: &Job, leave: &mut Leave<S::Transaction>) {
+        if let (Some(room), Some(ticket)) = (&self.copies.room, job.ticket) {
+            self.ask_while(|| true, leave, || room.regain(ticket.claim))
+                .await;
+        }
     }
 
     /// Forgets the note of a message that has come to its end. One that stays is cleaned up by its age.
@@ -151,17 +162,22 @@ where
         }
     }
 
-    /// Asks until the database answers; `None` when the consumer stops.
+    /// Asks until the database answers; `None` when the consumer stops, or none of these is ours any more.
     async fn until_answered<T, A>(
         &self,
+        jobs: &[Job],
         leave: &mut Leave<S::Transaction>,
         ask: impl Fn() -> A,
     ) -> Option<T>
     where
         A: Future<Output = Result<T>>,
     {
-        self.ask_while(|| true, leave, ask).await
+        self.ask_while(|| any_is_ours(jobs), leave, ask).await
     }
+}
+
+fn any_is_ours(jobs: &[Job]) -> bool {
+    jobs.iter().any(|job| job.receipt.is_current())
 }
 
 /// The line that a delivery of the broker has to ask for.
@@ -206,6 +222,15 @@ impl Job {
             .then(|| self.waiting(self.story().clone()).note_identity())
     }
 
+    /// Goes on where another run of it came to. What is suspected of having ended that run stays so, whatever it failed at before.
+    fn go_on(&mut self, story: Story, pause: Duration) {
+        let lot = self.lot;
+        self.stay(story, pause);
+        if lot == Lot::Suspect {
+            self.lot = lot;
+        }
+    }
+
     /// Its next attempt is due after `pause`, in its place.
     pub(super) fn stay(&mut self, story: Story, pause: Duration) {
         self.lot = if ended_its_process(&story) {
@@ -221,19 +246,16 @@ impl Job {
 }
 
 impl super::copies::Copies {
-    /// Lets a message that is in work elsewhere wait with its key, so that nothing passes it. Whether it does.
-    pub(super) async fn put_off(&self, job: &Job, delay: Duration) -> bool {
-        let (Some(room), Some(_)) = (&self.room, self.ladder.dead_head()) else {
-            return false;
-        };
-        if job.ticket.is_some() || job.message.incoming.message.key.is_none() {
-            return false;
-        }
+    /// What lets a message that is in work elsewhere wait with its key, where keys wait.
+    pub(super) fn in_line(&self, job: &Job) -> Option<(&Room, Waiting)> {
+        self.ladder.dead_head()?;
+        let has_key = job.message.incoming.message.key.is_some();
+        let room = self
+            .room
+            .as_deref()
+            .filter(|_| has_key && job.ticket.is_none())?;
         let story = job.story().clone().taken(&self.consumer, &job.origin);
-        let waiting = job.waiting(story);
-        let put = room.store.put(&self.consumer, &waiting, true, delay).await;
-        room.expect(delay);
-        put.is_ok()
+        Some((room, job.waiting(story)))
     }
 
     /// What a dead letter does to those of its key behind it. Safe to repeat.

@@ -343,7 +343,9 @@ impl<S: InboxStore> Consumer<S> {
         drop(running);
         stop.send_replace(true);
         let stopping = Instant::now();
-        let drained = tokio::time::timeout(deadline, work.drain()).await.is_ok();
+        // In this order: the first thing that a drain does is to drop what waits.
+        let drained = async { tokio::join!(biased; work.drain(), intake.claim_no_more()) };
+        let drained = tokio::time::timeout(deadline, drained).await.is_ok();
         if !drained {
             processor.forget_what_was_cut_off().await;
         }

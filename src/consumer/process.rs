@@ -70,7 +70,7 @@ pub(super) struct Processor<S, F> {
 /// What a task tells while it goes on.
 pub(super) struct Word<T> {
     pub(super) probe: Option<u64>,
-    /// How many attempts have ended, and whether they failed.
+    /// How many attempts have ended, and whether they failed. None: no probe.
     pub(super) attempts: usize,
     pub(super) failed: bool,
     /// The task only waits for the broker from here on.
@@ -83,6 +83,13 @@ pub(super) struct Place<T> {
     /// A transaction that the last commit here began. It waits for nothing but the loop, which starts another message in it
     /// at once or drops it.
     pub(super) next: Option<T>,
+}
+
+impl<T> Place<T> {
+    /// What comes first is another thing, over which the transaction would stay open.
+    pub(super) fn give_transaction_back(&mut self) {
+        self.next = None;
+    }
 }
 
 /// What a task may do: occupy a handler, and go on until it is told to stop.
@@ -105,6 +112,11 @@ impl<T> Leave<T> {
         let attempts = ended.iter().filter(|ended| **ended != Ended::Duplicate);
         let place = self.place.take_if(|_| gives_up_place);
         self.say(attempts.count(), false, place);
+    }
+
+    /// No attempt comes of it for now: if it is the guard's probe, another message can be that.
+    pub(super) fn makes_no_attempt(&self) {
+        self.say(0, false, None);
     }
 
     fn say(&self, attempts: usize, failed: bool, place: Option<Place<T>>) {
@@ -194,6 +206,7 @@ where
     async fn one(&self, mut job: Job, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         match job.lot {
             _ if job.ticket.is_some_and(|ticket| ticket.parked) => {
+                leave.makes_no_attempt();
                 let step = self.copies.park(&job);
                 return self.carry_out(step, job, leave).await;
             }
@@ -219,7 +232,7 @@ where
                     self.end(&job, leave).await;
                     self.acknowledge(job, Became::Duplicate).await;
                 }
-                Some(Standing::InWork) => return self.put_off(job).await,
+                Some(Standing::InWork) => return self.put_off(job, leave).await,
                 None => {}
             },
             Lot::Watched => match self.patiently(&job, leave, || self.begin(&job)).await {
@@ -255,7 +268,7 @@ where
                 }
                 Attempt::Busy => {
                     self.end(&job, leave).await;
-                    return self.put_off(job).await;
+                    return self.put_off(job, leave).await;
                 }
                 Attempt::Failed { failure, ask } => (failure, ask),
                 Attempt::Unavailable(error) => {
@@ -283,7 +296,7 @@ where
         // Of a suspect there is still something to write, on another connection.
         let is_all = job.lot == Lot::Work;
         if let Some(place) = leave.place.as_mut().filter(|_| !is_all) {
-            place.next = None;
+            place.give_transaction_back();
         }
         leave.succeeded(&[ended], is_all);
         self.end(&job, leave).await;
@@ -341,7 +354,9 @@ where
         let mut patient = self.config.backoff.delays(fastrand::u64(..));
         // As long as it lives, the probe tells that this message waits for its copy to be taken.
         let mut _waiting = None;
-        while job.receipt.is_current() {
+        // A count in the waiting room only grows: whoever claimed the message since may be told of this attempt too.
+        let may_be_late = job.ticket.is_some() && matches!(step, Step::Wait { .. });
+        while may_be_late || job.receipt.is_current() {
             match self.copies.put(&step, &job).await {
                 Ok(()) => {
                     self.copies.tell(&step, &job);
@@ -387,7 +402,7 @@ where
     }
 
     /// Returns the message if it is to be handled again.
-    async fn put_off(&self, mut job: Job) -> Vec<Job> {
+    async fn put_off(&self, mut job: Job, leave: &mut Leave<S::Transaction>) -> Vec<Job> {
         warn!(
             consumer = self.inbox.consumer, id = %job.message.incoming.message.id,
             "message is in work elsewhere, in a transaction that does not end; it is put off"
@@ -397,8 +412,16 @@ where
             job.pause = Some(BUSY_DELAY);
             return vec![job];
         }
-        if self.copies.put_off(&job, BUSY_DELAY).await {
-            self.settle(job.receipt, Settlement::Acknowledge).await;
+        if let Some((room, waiting)) = self.copies.in_line(&job) {
+            // Given back to the broker instead, it would be passed by others of its key.
+            let put = || {
+                room.store
+                    .put(&self.inbox.consumer, &waiting, true, BUSY_DELAY)
+            };
+            if self.patiently(&job, leave, put).await.is_some() {
+                room.expect(BUSY_DELAY);
+                self.settle(job.receipt, Settlement::Acknowledge).await;
+            }
             return Vec::new();
         }
         self.memory.remember_put_off(&job.message.key);
@@ -463,13 +486,5 @@ where
         warn!(consumer = self.inbox.consumer, %error, "database away; the message waits");
         self.condition.database(Some(error));
         pauses.patient()
-    }
-
-    /// Waits; `true` when the consumer is told to stop meanwhile.
-    pub(super) async fn wait(&self, pause: Duration, leave: &mut Leave<S::Transaction>) -> bool {
-        tokio::select! {
-            () = self.clock.sleep(pause) => false,
-            _ = leave.stop.wait_for(|stop| *stop) => true,
-        }
     }
 }

@@ -121,8 +121,7 @@ impl Room {
             .with_cap(Duration::from_secs(10));
         let mut patient = policy.delays(fastrand::u64(..));
         while !arrivals.is_closed() {
-            let left = *self.next() - self.clock.now();
-            let left = Duration::try_from(left).unwrap_or_default();
+            let left = left(*self.next(), self.clock.now());
             let count = self.wanted.load(Ordering::Acquire).min(CLAIM_MAX);
             if count == 0 {
                 self.changed.notified().await;
@@ -214,18 +213,10 @@ impl Room {
     pub(super) async fn keep(self: Arc<Self>) {
         loop {
             tokio::time::sleep(self.lease / 3).await;
-            let (claims, dropped) = {
-                let mut held = self.held();
-                let claims: Vec<Claim> = held
-                    .claims
-                    .iter()
-                    .map(|(&position, &(token, _))| Claim { position, token })
-                    .collect();
-                (claims, std::mem::take(&mut held.dropped))
-            };
-            if !dropped.is_empty() {
-                self.give_back(&dropped).await;
-            }
+            self.give_back_dropped().await;
+            let claims: Vec<Claim> = (self.held().claims.iter())
+                .map(|(&position, &(token, _))| Claim { position, token })
+                .collect();
             if claims.is_empty() {
                 continue;
             }
@@ -253,6 +244,24 @@ impl Room {
                 // Its message went on another way: it was stored again, or another member took it over.
                 held.claims.remove(&claim.position);
             }
+        }
+    }
+
+    /// Prolongs a claim whose lease has ended, if nobody has claimed the row since.
+    pub(super) async fn regain(&self, claim: Claim) -> Result<()> {
+        if !self.is_held(claim) {
+            let asked = Instant::now();
+            let kept = self.store.renew(&[claim], self.lease).await?;
+            self.renewed(&[claim], &kept, asked);
+        }
+        Ok(())
+    }
+
+    /// Gives back what was dropped without a settlement.
+    pub(super) async fn give_back_dropped(&self) {
+        let dropped = std::mem::take(&mut self.held().dropped);
+        if !dropped.is_empty() {
+            self.give_back(&dropped).await;
         }
     }
 
@@ -314,6 +323,16 @@ impl Room {
     }
 }
 
+/// How long nobody has to ask. No question is ever planned further ahead than [`IDLE_MAX`]: where it is, the clock was put back.
+fn left(next: OffsetDateTime, now: OffsetDateTime) -> Duration {
+    let left = Duration::try_from(next - now).unwrap_or_default();
+    if left > IDLE_MAX {
+        Duration::ZERO
+    } else {
+        left
+    }
+}
+
 /// The receipt of a delivery out of the waiting room.
 struct Place {
     room: Arc<Room>,
@@ -350,5 +369,22 @@ impl Drop for Place {
             self.room.let_go(self.claim);
             self.room.held().dropped.push(self.claim);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use time::macros::datetime;
+
+    #[test]
+    fn a_clock_that_was_put_back_keeps_nobody_from_asking() {
+        let now = datetime!(2026-01-05 10:00 UTC);
+        let in_micros = |micros| left(now + time::Duration::microseconds(micros), now);
+        assert_eq!(in_micros(-1), Duration::ZERO);
+        assert_eq!(in_micros(1), Duration::from_micros(1));
+        assert_eq!(in_micros(1_000_000), IDLE_MAX);
+        assert_eq!(in_micros(1_000_001), Duration::ZERO);
+        assert_eq!(in_micros(2 * 3_600_000_000), Duration::ZERO);
     }
 }

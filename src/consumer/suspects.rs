@@ -112,7 +112,7 @@ where
                 Ok(answer) => return Some(answer),
                 Err(error) => {
                     let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
+                    if self.wait_while(&holds, pause, leave).await {
                         break;
                     }
                 }
@@ -157,21 +157,13 @@ where
         let Inbox {
             store, consumer, ..
         } = &self.inbox;
-        let (start, mut pauses) = (start_of(job), Pauses::new(&self.config));
-        loop {
-            match store.forget_start(consumer, &start).await {
-                Ok(()) => {
-                    self.memory.noted().take_if(|noted| *noted == start);
-                    return true;
-                }
-                Err(error) => {
-                    let pause = self.patient(&mut pauses, &error);
-                    if self.wait(pause, leave).await {
-                        return false;
-                    }
-                }
-            }
+        let start = start_of(job);
+        let forget = || store.forget_start(consumer, &start);
+        let forgotten = self.ask_while(|| true, leave, forget).await.is_some();
+        if forgotten {
+            self.memory.noted().take_if(|noted| *noted == start);
         }
+        forgotten
     }
 
     /// Work that was cut off by the deadline of a stop has ended no process.

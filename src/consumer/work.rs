@@ -18,7 +18,7 @@ use super::RECEIVE_PAUSE;
 use super::form::Form;
 use super::guard::{Gate, Watch};
 use super::intake::Intake;
-use super::job::{Job, Lot};
+use super::job::Job;
 use super::process::{Leave, Place, Processor, Word};
 use super::room::Arrival;
 use super::schedule::{Company, Picked, Schedule, Slot};
@@ -160,6 +160,9 @@ where
         }) = word
         {
             self.freed.extend(place);
+            if attempts == 0 {
+                self.guard.finished(probe);
+            }
             for _ in 0..attempts {
                 self.judge(probe, failed);
             }
@@ -275,9 +278,8 @@ where
         let (count, bytes) = (items.len(), items.iter().map(Job::bytes).sum());
         self.running_count += count;
         self.running_bytes += bytes;
-        if items.iter().any(|job| job.lot != Lot::Work) {
-            // What it does first is no transaction.
-            place.next = None;
+        if !items.iter().all(Job::begins_with_an_attempt) {
+            place.give_transaction_back();
         }
         let processor = self.processor.clone();
         let leave = Leave {

@@ -127,8 +127,9 @@ impl Ladder {
     /// on, as long as what waits leaves room (`in_flight_max`). How often a message failed is noted in the consumer's
     /// [waiting room](crate::Consumer::with_waiting_room), so that a restart does not begin anew.
     ///
-    /// No delay may be longer than 10 minutes, because a broker takes back what a member keeps for long. Refused at start
-    /// as [`by_key`](Self::by_key) is.
+    /// No delay may be longer than 10 minutes, because a broker takes back what a member keeps for long. On RabbitMQ that counts
+    /// for the message as a whole: keep all delays together below its `consumer_timeout` (30 minutes). Refused at start as
+    /// [`by_key`](Self::by_key) is.
     #[must_use]
     pub fn in_place(mut self) -> Self {
         self.mode = Mode::InPlace;

@@ -326,7 +326,10 @@ pub trait WaitingStore: Send + Sync + 'static {
         claim: Option<Claim>,
     ) -> BoxFuture<'a, Result<()>>;
 
-    /// Frees a line that waits for an operator; whether one did.
+    /// Frees a line that waits for an operator; whether one did. One whose first row stands behind nobody, for whatever reason, goes on
+    /// too.
+    ///
+    /// Against a [`finish`](Self::finish) at the same time of a row ahead of the head: either that or this makes the next one due.
     fn release<'a>(
         &'a self,
         consumer: &'a str,

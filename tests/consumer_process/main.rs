@@ -1,7 +1,8 @@
 //! One member of a consumer as a process of its own, which a test kills, stops, or tells to end.
 //!
 //! `consumer_process TOPIC CONSUMER ASSIGNOR MEMBER [static | in-place]`. Its handler is slow, and slower than a rebalance waits for
-//! some messages; it writes what it did into the table `effect`. SIGTERM stops it in order.
+//! some messages; it writes what it did into the table `effect`. A payload `fail` fails every time, `poison` once and then ends the
+//! process. SIGTERM stops it in order.
 
 use std::error::Error;
 use std::io;
@@ -84,6 +85,12 @@ async fn work(
     incoming: &Incoming,
 ) -> Result<(), sqlx::Error> {
     let id = incoming.message.id.as_str();
+    if incoming.message.payload.as_deref() == Some(b"poison") {
+        if incoming.story.retry_count > 0 {
+            std::process::abort();
+        }
+        return Err(sqlx::Error::RowNotFound);
+    }
     if incoming.message.payload.as_deref() == Some(b"fail") {
         // What a sequence gave is counted, although the attempt is rolled back.
         let count = "SELECT nextval('attempt')";

@@ -10,6 +10,7 @@
 #[path = "../relay_model/mod.rs"]
 mod relay_model;
 
+mod claims;
 mod consuming;
 mod dead_heads;
 mod dead_letters;

@@ -1,7 +1,7 @@
 //! Ladders that keep an order, in PostgreSQL, over real brokers: members that come and die in the middle.
 
 use std::collections::{BTreeMap, HashSet};
-use std::process::{Command, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use relaybox::Message;
@@ -304,31 +304,87 @@ async fn a_partition_waits_in_its_place_and_its_count_survives_a_kill_over_kafka
     assert_eq!(house.counted(WaitingState::Noted).await, 0);
 }
 
-/// Killed twice while a message waits in its place, and once more if an attempt is under way.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_waits_in_place_keeps_its_count_through_kills_of_the_process() {
-    let house = on_kafka(1).await;
+/// A database for members as processes of their own.
+async fn of_process() -> (String, PostgresStore) {
     let url = shared_postgres().await.create_database("in_place").await;
     let url = url.unwrap();
     let store = PostgresStore::connect(&url).await.unwrap();
     store.migrate().await.unwrap();
-    let create = "CREATE TABLE effect (message_id text NOT NULL, member text NOT NULL); CREATE SEQUENCE attempt";
+    let create = "CREATE TABLE effect (message_id text NOT NULL, member text NOT NULL)";
     sqlx::raw_sql(create).execute(store.pool()).await.unwrap();
-    let messages = vec![house.message("k", 0, "fail"), house.message("j", 0, "ok")];
-    house.publish(messages).await;
-    let brokers = shared_kafka().await.brokers();
-    let start = || {
+    (url, store)
+}
+
+async fn effects(store: &PostgresStore) -> i64 {
+    let count = sqlx::query_scalar("SELECT count(*) FROM effect");
+    count.fetch_one(store.pool()).await.unwrap()
+}
+
+impl<B> House<B> {
+    /// A member as a process of its own, in place. It ends with its pipe.
+    fn process(&self, url: &str, brokers: &str) -> (Process, Option<ChildStdin>) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_consumer_process"));
         command
-            .args([&house.topic, &house.name, "range", "member", "in-place"])
-            .env("RELAYBOX_POSTGRES_URL", &url)
-            .env("RELAYBOX_KAFKA_BROKERS", &brokers)
+            .args([
+                &self.topic,
+                &self.name,
+                "range",
+                "member",
+                "static",
+                "in-place",
+            ])
+            .env("RELAYBOX_POSTGRES_URL", url)
+            .env("RELAYBOX_KAFKA_BROKERS", brokers)
             .env("RUST_LOG", "error")
             .stdin(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let pipe = child.stdin.take();
         (Process(child), pipe)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_in_place_and_ends_its_process_is_found() {
+    let house = on_kafka(1).await;
+    let (url, store) = of_process().await;
+    let messages = vec![house.message("k", 0, "poison"), house.message("j", 0, "ok")];
+    house.publish(messages).await;
+    let brokers = shared_kafka().await.brokers();
+    let (mut process, mut pipe) = house.process(&url, &brokers);
+    let mut deaths = 0;
+    eventually(DEADLINE, "the next one is handled", || {
+        if process.0.try_wait().unwrap().is_some() {
+            deaths += 1;
+            assert!(deaths < 10, "it ends one after the other");
+            (process, pipe) = house.process(&url, &brokers);
+        }
+        async { effects(&store).await == 1 }
+    })
+    .await;
+    // Told from its neighbours at the second death of its second attempt, and suspected at once in the two that are left.
+    assert_eq!(deaths, 4);
+    let letters = DeadLetterStore::list(&store, &house.name, 0, 9);
+    let story = &letters.await.unwrap()[0].letter.story;
+    assert_eq!(story.retry_count, 4);
+    assert!(story.last_error.as_deref().unwrap().starts_with("crash: "));
+    let stop = move || {
+        process.stop();
+        drop(pipe);
     };
+    tokio::task::spawn_blocking(stop).await.unwrap();
+}
+
+/// Killed twice while a message waits in its place, and once more if an attempt is under way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_in_place_keeps_its_count_through_kills_of_the_process() {
+    let house = on_kafka(1).await;
+    let (url, store) = of_process().await;
+    let create = "CREATE SEQUENCE attempt";
+    sqlx::raw_sql(create).execute(store.pool()).await.unwrap();
+    let messages = vec![house.message("k", 0, "fail"), house.message("j", 0, "ok")];
+    house.publish(messages).await;
+    let brokers = shared_kafka().await.brokers();
+    let start = || house.process(&url, &brokers);
     for failures in 1..=2 {
         let (mut process, _pipe) = start();
         eventually(DEADLINE, "it waits", || async {
@@ -344,11 +400,7 @@ async fn what_waits_in_place_keeps_its_count_through_kills_of_the_process() {
     }
     let (process, pipe) = start();
     eventually(DEADLINE, "the next one is handled", || async {
-        let count: i64 = sqlx::query_scalar("SELECT count(*) FROM effect")
-            .fetch_one(store.pool())
-            .await
-            .unwrap();
-        count == 1
+        effects(&store).await == 1
     })
     .await;
     let letters = DeadLetterStore::list(&store, &house.name, 0, 9)

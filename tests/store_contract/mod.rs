@@ -12,7 +12,7 @@ mod parking;
 mod redrive;
 mod relays;
 mod versions;
-mod waiting;
+pub mod waiting;
 mod waiting_model;
 
 pub use admin::*;
@@ -27,6 +27,7 @@ pub use relays::*;
 pub use versions::*;
 pub use waiting::{
     a_follower_and_the_end_of_its_head_never_miss_each_other, a_held_line_is_listed_and_counted,
+    a_line_whose_first_row_stands_behind_nobody_is_released,
     a_message_that_fails_again_keeps_its_place_and_voids_its_claim,
     a_row_is_one_holders_until_its_lease_ends_and_then_it_is_told_so,
     notes_are_recalled_with_what_is_left_of_the_wait_and_cleaned_up,
@@ -247,6 +248,7 @@ macro_rules! store_contract {
             notes_are_recalled_with_what_is_left_of_the_wait_and_cleaned_up,
             the_room_does_as_a_simple_model_says,
             a_held_line_is_listed_and_counted,
+            a_line_whose_first_row_stands_behind_nobody_is_released,
         );
     };
 }

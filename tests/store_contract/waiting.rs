@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use relaybox::Message;
 use relaybox::envelope::Outgoing;
-use relaybox::store::{Claims, Finished, Line, Waiting, WaitingState, WaitingStore};
+use relaybox::store::{Claims, Finished, Line, ReleaseAs, Waiting, WaitingState, WaitingStore};
 use relaybox::story::{Origin, Reason, Story};
 
 use super::Harness;
@@ -307,4 +307,38 @@ where
             .len()
             == 1
     );
+}
+
+pub async fn a_line_whose_first_row_stands_behind_nobody_is_released<H: Harness>()
+where
+    H::Store: WaitingStore,
+{
+    let h = H::start().await;
+    let store = h.store();
+    let room: &dyn WaitingStore = &store;
+    for (key, how, parked) in [
+        ("k", ReleaseAs::Skip, false),
+        ("j", ReleaseAs::Retry, false),
+        ("i", ReleaseAs::Park, true),
+    ] {
+        room.put("c", &waiting(key, "head", 1), true, HOUR)
+            .await
+            .unwrap();
+        for id in ["next", "last"] {
+            assert!(room.follow("c", &waiting(key, id, 0)).await.unwrap());
+        }
+        let line = Line::of("orders", key.as_bytes());
+        assert!(!room.release("c", line, how).await.unwrap(), "none is held");
+        let gone = "DELETE FROM relaybox_waiting WHERE message_id = 'head'";
+        H::autocommit(&store, gone).await;
+        assert!(claim(room).await.rows.is_empty());
+        assert!(room.release("c", line, how).await.unwrap(), "{how:?}");
+        assert!(!room.release("c", line, how).await.unwrap(), "{how:?}");
+        for id in ["next", "last"] {
+            let claims = claim(room).await;
+            assert_eq!(ids(&claims), [id], "{how:?}");
+            assert_eq!(claims.rows[0].parked, parked, "{how:?}");
+            assert!(room.finish(claims.rows[0].claim).await.unwrap().held);
+        }
+    }
 }

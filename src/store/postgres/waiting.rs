@@ -340,25 +340,30 @@ impl WaitingStore for PostgresStore {
                 .bind(line.as_bytes().as_slice())
                 .fetch_optional(&mut *connection)
                 .await?;
-            let Some(held) = held else {
-                transaction.rollback().await?;
-                return Ok(false);
-            };
-            let end = match how {
-                ReleaseAs::Retry => &sql.retry,
-                ReleaseAs::Skip | ReleaseAs::Park => &sql.delete,
-            };
-            sqlx::query(end.clone())
-                .bind(held)
-                .execute(&mut *connection)
-                .await?;
-            if how != ReleaseAs::Retry {
-                let park_to = last.filter(|_| how == ReleaseAs::Park);
-                self.promote(connection, consumer, line.as_bytes(), 0, park_to)
+            let park_to = last.filter(|_| how == ReleaseAs::Park);
+            if let Some(held) = held {
+                // Whoever ends a row ahead of it sees it there, and makes nobody due; so that end is waited for.
+                sqlx::query(sql.lock_ahead.clone())
+                    .bind(consumer)
+                    .bind(line.as_bytes().as_slice())
+                    .bind(held)
+                    .execute(&mut *connection)
+                    .await?;
+                let end = match how {
+                    ReleaseAs::Retry => &sql.retry,
+                    ReleaseAs::Skip | ReleaseAs::Park => &sql.delete,
+                };
+                sqlx::query(end.clone())
+                    .bind(held)
+                    .execute(&mut *connection)
                     .await?;
             }
+            // A later statement, which sees what was waited for.
+            let promoted = self
+                .promote(connection, consumer, line.as_bytes(), 0, park_to)
+                .await?;
             transaction.commit().await?;
-            Ok(true)
+            Ok(held.is_some() || promoted)
         };
         self.in_room("release", release).boxed()
     }

@@ -295,32 +295,29 @@ impl WaitingStore for SqliteStore {
                 .fetch_optional(transaction.connection())
                 .await
                 .map_err(&failed)?;
-            let Some(held) = held else {
-                transaction.rollback().await.map_err(&failed)?;
-                return Ok(false);
-            };
-            let end = match how {
-                ReleaseAs::Retry => &sql.retry,
-                ReleaseAs::Skip | ReleaseAs::Park => &sql.delete,
-            };
             let last: Option<i64> = sqlx::query_scalar(sql.last.clone())
                 .bind(consumer)
                 .bind(line)
                 .fetch_one(transaction.connection())
                 .await
                 .map_err(&failed)?;
-            sqlx::query(end.clone())
-                .bind(held)
-                .execute(transaction.connection())
-                .await
-                .map_err(&failed)?;
-            if how != ReleaseAs::Retry {
-                let park_to = last.filter(|_| how == ReleaseAs::Park);
-                self.promote(&mut transaction, consumer, line, 0, park_to)
-                    .await?;
+            let park_to = last.filter(|_| how == ReleaseAs::Park);
+            if let Some(held) = held {
+                let end = match how {
+                    ReleaseAs::Retry => &sql.retry,
+                    ReleaseAs::Skip | ReleaseAs::Park => &sql.delete,
+                };
+                sqlx::query(end.clone())
+                    .bind(held)
+                    .execute(transaction.connection())
+                    .await
+                    .map_err(&failed)?;
             }
+            let promoted = self
+                .promote(&mut transaction, consumer, line, 0, park_to)
+                .await?;
             transaction.commit().await.map_err(&failed)?;
-            Ok(true)
+            Ok(held.is_some() || promoted)
         }
         .boxed()
     }

@@ -13,6 +13,7 @@ mod model;
 mod notifying;
 mod proxy;
 mod redriving;
+mod room;
 mod trouble;
 
 use std::time::Duration;

@@ -30,6 +30,7 @@ pub(in crate::store::postgres) struct WaitingSql {
     pub hold_claimed: SqlStr,
     pub hold: SqlStr,
     pub held: SqlStr,
+    pub lock_ahead: SqlStr,
     pub delete: SqlStr,
     pub retry: SqlStr,
     pub note: SqlStr,
@@ -153,6 +154,10 @@ impl WaitingSql {
             )),
             held: safe(format!(
                 "SELECT position FROM {t}waiting WHERE consumer = $1 AND line = $2 AND state = 'held' \
+                 ORDER BY position LIMIT 1 FOR UPDATE"
+            )),
+            lock_ahead: safe(format!(
+                "SELECT position FROM {t}waiting WHERE consumer = $1 AND line = $2 AND position < $3 \
                  ORDER BY position LIMIT 1 FOR UPDATE"
             )),
             delete: safe(format!("DELETE FROM {t}waiting WHERE position = $1")),
