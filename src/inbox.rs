@@ -92,7 +92,7 @@ impl<S: InboxStore> Inbox<S> {
             Err(failure) => {
                 // A statement may be half sent: dropping the transaction closes its connection.
                 drop(transaction);
-                return failed(failure, Ask::Next);
+                return self.cut_off(failure, keys.first().copied()).await;
             }
         };
         let (failure, ask) = match asked(ended) {
@@ -113,6 +113,21 @@ impl<S: InboxStore> Inbox<S> {
             Err(failed) => failed,
         };
         undo(store, transaction, failure, ask).await
+    }
+
+    /// Whose fault it was that a handler did not end by itself. A database that fell silent in the middle of a statement looks
+    /// like a handler that takes too long, so it is asked something.
+    async fn cut_off(&self, failure: Failure, key: Option<&str>) -> Attempt {
+        if failure.class() == Failure::TIMEOUT
+            && let Err(error) = self
+                .store
+                .is_recorded(&self.consumer, key.unwrap_or_default())
+                .await
+            && error.is_transient()
+        {
+            return Attempt::Unavailable(error);
+        }
+        failed(failure, Ask::Next)
     }
 
     /// The keys recorded in a transaction: in `next`, if there is one, or in one of its own. What was wrong with `next` (a

@@ -59,8 +59,10 @@ pub struct Failure {
 impl Failure {
     /// Class of a failure that ended the process.
     pub(crate) const CRASH: &str = "crash";
+    /// It did not end within its time.
+    pub(crate) const TIMEOUT: &str = "timeout";
     /// Classes that only the consumer gives.
-    const OWN: [&str; 3] = ["panic", "timeout", Self::CRASH];
+    const OWN: [&str; 3] = ["panic", Self::TIMEOUT, Self::CRASH];
 
     /// A failure described in words. Keep personal data out of it: it travels in `x-last-error`.
     pub fn new(text: impl Into<String>) -> Self {
@@ -102,7 +104,7 @@ impl Failure {
 
     pub(crate) fn timeout(limit: Duration) -> Self {
         let text = format!("the handler did not end within {limit:?}");
-        Self::plain("timeout", text)
+        Self::plain(Self::TIMEOUT, text)
     }
 
     pub(crate) fn crash() -> Self {

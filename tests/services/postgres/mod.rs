@@ -14,6 +14,7 @@ mod notifying;
 mod proxy;
 mod redriving;
 mod room;
+mod silence;
 mod trouble;
 
 use std::time::Duration;
