@@ -100,3 +100,32 @@ async fn a_letter_whose_collector_dies_before_it_settles_is_one_entry() {
         20
     );
 }
+
+#[tokio::test]
+async fn a_destination_that_consumers_share_gives_each_desk_its_own_letters() {
+    let house = House::new().await;
+    let shared = || DeadLetters::topic().with_template("{topic}.dead");
+    let billing = Billing::default();
+    let consumer = billing.start(&house, shared());
+    let mail = house
+        .consumer("mail")
+        .with_ladder(Ladder::none())
+        .with_dead_letters(shared());
+    let mail = run(mail, handler_fn(billing.clone(), bill));
+    house.publish(&numbered("a", "m", 3)).await;
+    house.consumed("billing", "orders").await;
+    house.consumed("mail", "orders").await;
+    consumer.stop().await.unwrap();
+    mail.stop().await.unwrap();
+    assert_eq!(house.ids("orders.dead").len(), 6);
+    for name in ["billing", "mail"] {
+        let store = house.store.clone();
+        let desk = Redrive::new(name, "orders", house.broker.clone(), store);
+        let desk = desk.with_dead_letters(shared());
+        let collected = desk.collect(&house.broker, BRIEF).await.unwrap();
+        assert_eq!((collected.stored, collected.passed), (3, 3), "{name}");
+        assert_eq!(house.store.count(name).await.unwrap(), 3);
+        assert_eq!(run_all(&desk).await.row.sent, 3);
+        assert_eq!(house.ids(&format!("orders.{name}.redrive")).len(), 3);
+    }
+}
