@@ -116,14 +116,14 @@ impl<S: InboxStore> Inbox<S> {
     }
 
     /// Whose fault it was that a handler did not end by itself. A database that fell silent in the middle of a statement looks
-    /// like a handler that takes too long, so it is asked something.
+    /// like a handler that takes too long, so it is asked something. No free connection is no silence.
     async fn cut_off(&self, failure: Failure, key: Option<&str>) -> Attempt {
         if failure.class() == Failure::TIMEOUT
             && let Err(error) = self
                 .store
                 .is_recorded(&self.consumer, key.unwrap_or_default())
                 .await
-            && error.is_transient()
+            && error.kind() == ErrorKind::Unavailable
         {
             return Attempt::Unavailable(error);
         }
