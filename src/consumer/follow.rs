@@ -27,7 +27,12 @@ where
         ask: Ask,
         leave: &mut Leave<S::Transaction>,
     ) -> Vec<Job> {
-        self.regain(&job, leave).await;
+        if !job.receipt.is_current() {
+            // It may take as long as the room is away: no probe waits for that, and no handler.
+            leave.makes_no_attempt();
+            drop(leave.place.take());
+            self.regain(&job, leave).await;
+        }
         match self.routes.next(&failure, ask, job.tries) {
             Next::Fail(ask) => return self.fail(job, &failure, ask, leave).await,
             Next::Skip => self.skip(job, &failure, leave).await,

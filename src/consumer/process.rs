@@ -280,7 +280,10 @@ where
                 }
                 Attempt::Rerun(failure) => match self.quick(&mut pauses, &failure) {
                     Some(pause) if self.wait(pause, leave).await => break,
-                    Some(_) => continue,
+                    Some(_) => {
+                        self.regain(&job, leave).await;
+                        continue;
+                    }
                     None => (failure, Ask::Next),
                 },
             };
@@ -413,7 +416,10 @@ where
             return vec![job];
         }
         if let Some((room, waiting)) = self.copies.in_line(&job) {
-            // Given back to the broker instead, it would be passed by others of its key.
+            // Given back to the broker instead, it would be passed by others of its key. It may wait for the room as long as that
+            // takes, and holds nobody up meanwhile.
+            leave.makes_no_attempt();
+            drop(leave.place.take());
             let put = || {
                 room.store
                     .put(&self.inbox.consumer, &waiting, true, BUSY_DELAY)
