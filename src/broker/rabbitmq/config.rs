@@ -142,9 +142,9 @@ impl RabbitMqConfig {
         self
     }
 
-    /// How often the broker redelivers from a quorum queue made with [`declare_queue`](super::RabbitMq::declare_queue), or
-    /// for dead letters, before it drops a message or sends it to the dead letter exchange of the queue; negative for never,
-    /// from version 4 on.
+    /// How often the broker redelivers from a quorum queue made with [`declare_queue`](super::RabbitMq::declare_queue)
+    /// before it drops a message or sends it to the queue's dead letter exchange; negative for never, from version 4 on, and
+    /// then for queues of dead letters too.
     ///
     /// Nothing here gives a message back in order to try it again, but what a member held when it ended counts. Without
     /// this the broker's default holds: no limit before version 4, and 20 since, which loses messages of a queue without

@@ -57,26 +57,16 @@ impl Surveyor<'_> {
             match Place::read(name) {
                 Ok(Place { exchange: "", .. }) => {
                     for name in self.shards.queues(name)? {
-                        let arguments = self.taken_from(self.config.queue_kind);
-                        self.declare(&name, arguments).await?;
+                        // Beyond a limit dead letters would be dropped; only without one they are safe.
+                        let never = self.config.delivery_limit.filter(|limit| *limit < 0);
+                        self.declare(&name, taken_from(self.config.queue_kind, never))
+                            .await?;
                     }
                 }
                 _ => self.all_exist([name.as_str()]).await?,
             }
         }
         Ok(())
-    }
-
-    /// A queue from which somebody takes messages, and may end with them in hand.
-    fn taken_from(&self, kind: QueueKind) -> FieldTable {
-        let mut all = kind_arguments(kind);
-        if kind == QueueKind::Quorum
-            && let (Some(limit), Some(name)) =
-                (self.config.delivery_limit, short(arguments::DELIVERY_LIMIT))
-        {
-            all.insert(name, AMQPValue::LongLongInt(limit));
-        }
-        all
     }
 
     /// A queue from which the broker itself moves what is due to the source's queue.
@@ -212,7 +202,7 @@ impl Surveyor<'_> {
     pub(super) async fn declare_source(&self, name: &str, kind: QueueKind) -> Result<()> {
         let is_split = self.shards.of(name).is_some();
         for queue in self.shards.queues(name)? {
-            let mut all = self.taken_from(kind);
+            let mut all = taken_from(kind, self.config.delivery_limit);
             if is_split && let Some(name) = short(arguments::SINGLE_ACTIVE_CONSUMER) {
                 all.insert(name, AMQPValue::Boolean(true));
             }
@@ -298,6 +288,17 @@ impl Surveyor<'_> {
             Error::new(ErrorKind::Unavailable, self.operation, detail)
         })
     }
+}
+
+/// Of a queue from which somebody takes messages, and may end with them in hand.
+fn taken_from(kind: QueueKind, delivery_limit: Option<i64>) -> FieldTable {
+    let mut all = kind_arguments(kind);
+    if kind == QueueKind::Quorum
+        && let (Some(limit), Some(name)) = (delivery_limit, short(arguments::DELIVERY_LIMIT))
+    {
+        all.insert(name, AMQPValue::LongLongInt(limit));
+    }
+    all
 }
 
 fn kind_arguments(kind: QueueKind) -> FieldTable {

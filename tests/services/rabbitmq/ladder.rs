@@ -90,21 +90,26 @@ async fn a_rung_with_another_delay_is_named() {
     }
 }
 
-/// Whoever collects dead letters and ends with some in hand has used up a delivery of each.
+/// Whoever collects dead letters and ends with some in hand has used up a delivery of each: beyond a limit they would be dropped.
 #[tokio::test]
-async fn the_delivery_limit_is_that_of_dead_letters_too() {
-    let rabbitmq = connect().await;
-    let name = queue(&rabbitmq, "orders").await;
-    let mut request = request(&name);
-    request.dead_letters = vec![format!("{name}.DLQ")];
-    let limited = config(shared_rabbitmq().await.url()).with_delivery_limit(70);
-    let limited = RabbitMq::connect(limited).await.unwrap();
-    drop(subscribe(&limited, request.clone()).await);
-    let Err(error) = rabbitmq.subscribe(request).await else {
-        panic!("subscribed without the limit");
+async fn dead_letters_have_no_delivery_limit_but_that_of_never() {
+    let url = shared_rabbitmq().await.url();
+    let name = queue(&connect().await, "orders").await;
+    let subscribed = async |limit: Option<i64>| {
+        let config = match limit {
+            Some(limit) => config(url.clone()).with_delivery_limit(limit),
+            None => config(url.clone()),
+        };
+        let mut request = request(&name);
+        request.dead_letters = vec![format!("{name}.DLQ")];
+        let rabbitmq = RabbitMq::connect(config).await.unwrap();
+        rabbitmq.subscribe(request).await.map(drop)
     };
-    let said = error.to_string();
-    for part in [".DLQ", "x-delivery-limit", "70"] {
+    subscribed(Some(7)).await.unwrap();
+    // The queue is as one without any.
+    subscribed(None).await.unwrap();
+    let said = subscribed(Some(-1)).await.unwrap_err().to_string();
+    for part in [".DLQ", "x-delivery-limit"] {
         assert!(said.contains(part), "{part} is not in {said}");
     }
 }
