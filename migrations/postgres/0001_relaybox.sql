@@ -272,7 +272,7 @@ CREATE TABLE relaybox_redrive_run (
     end_position bigint      NOT NULL,
     state        text        NOT NULL DEFAULT 'planned',
     cursor       bigint      NOT NULL DEFAULT 0,
-    reach        bigint      NOT NULL DEFAULT 0,
+    in_hand      bigint[]    NOT NULL DEFAULT '{}',
     token        bigint      NOT NULL DEFAULT 0,
     sent         bigint      NOT NULL DEFAULT 0,
     refused      bigint      NOT NULL DEFAULT 0,

@@ -161,7 +161,7 @@ CREATE TABLE relaybox_redrive_run (
     end_position INTEGER NOT NULL,
     state        TEXT    NOT NULL DEFAULT 'planned',
     cursor       INTEGER NOT NULL DEFAULT 0,
-    reach        INTEGER NOT NULL DEFAULT 0,
+    in_hand      TEXT    NOT NULL DEFAULT '[]',
     token        INTEGER NOT NULL DEFAULT 0,
     sent         INTEGER NOT NULL DEFAULT 0,
     refused      INTEGER NOT NULL DEFAULT 0,

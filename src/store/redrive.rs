@@ -63,8 +63,8 @@ pub trait RedriveStore: DeadLetterStore {
         note: &'a Note<'a>,
     ) -> BoxFuture<'a, Result<Option<i64>>>;
 
-    /// A run that may have sent the entry at this position, with nobody knowing yet: the position lies behind its cursor and
-    /// within its reach. What is changed or thrown away then would have its effect all the same.
+    /// A run that may have sent the entry at this position, with nobody knowing yet: it has the entry in hand, or had when its
+    /// process died or it was cancelled. What is changed or thrown away then would have its effect all the same.
     fn may_have_sent<'a>(
         &'a self,
         consumer: &'a str,
@@ -103,9 +103,9 @@ pub trait RedriveStore: DeadLetterStore {
         from: &'a [RunState],
     ) -> BoxFuture<'a, Result<Option<RunRow>>>;
 
-    /// Says that these entries are about to be sent: the last of them is the run's reach now. Returns the positions of those
-    /// that are there still, and nothing else may be sent; `None` when the token is not the run's any more or it does not run.
-    fn reach<'a>(
+    /// Says that these entries are about to be sent, beside those that the run has in hand. Returns the positions of those that
+    /// are there still, and nothing else may be sent; `None` when the token is not the run's any more or it does not run.
+    fn take_in_hand<'a>(
         &'a self,
         run: &'a RunRow,
         positions: &'a [i64],
@@ -305,8 +305,8 @@ pub struct RunRow {
     pub state: RunState,
     /// Everything up to here is dealt with.
     pub cursor: i64,
-    /// The last entry that may have been sent; see [`RedriveStore::may_have_sent`].
-    pub reach: i64,
+    /// Positions of entries that may have been sent; see [`RedriveStore::may_have_sent`].
+    pub in_hand: Vec<i64>,
     /// Fences the writes of those who had it before.
     pub token: i64,
     /// Entries sent and confirmed.
@@ -361,8 +361,8 @@ pub struct RunStep {
     pub operator: String,
     /// Everything up to here is dealt with now.
     pub cursor: i64,
-    /// The last entry that may have been sent without anybody knowing; nothing behind the cursor when it is not larger.
-    pub reach: i64,
+    /// Positions of entries that may have been sent without anybody knowing; all others are free again.
+    pub in_hand: Vec<i64>,
     /// What became of entries, in order. Those whose outcome says so are deleted; one that is gone already is recorded too,
     /// since it was sent.
     pub leaving: Vec<Leaving>,

@@ -26,8 +26,8 @@ const POINTS: [&str; 14] = [
     "acknowledged",
     "take",
     "taken",
-    "reach",
-    "reached",
+    "hand",
+    "handed",
     "publish",
     "published",
     "settle",
@@ -349,15 +349,15 @@ impl RedriveStore for FragileStore {
         .boxed()
     }
 
-    fn reach<'a>(
+    fn take_in_hand<'a>(
         &'a self,
         run: &'a RunRow,
         positions: &'a [i64],
     ) -> BoxFuture<'a, Result<Option<Vec<i64>>>> {
         async move {
-            self.plan.reach("reach");
-            let there = self.inner.reach(run, positions).await?;
-            self.plan.reach("reached");
+            self.plan.reach("hand");
+            let there = self.inner.take_in_hand(run, positions).await?;
+            self.plan.reach("handed");
             Ok(there)
         }
         .boxed()

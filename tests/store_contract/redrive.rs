@@ -307,9 +307,12 @@ pub async fn what_a_run_may_have_sent_is_nobodys_to_change<H: Harness>() {
     let at = |n: usize| all[n].position;
     let run = planned(&store).await;
     let run = taken(&store, run.id, RunState::Planned).await.unwrap();
-    // What left before the run reached it is not sent.
+    // What left before the run took it in hand is not sent.
     assert_eq!(store.take_out(&all[2..3], &NOTE).await.unwrap(), 1);
-    let there = store.reach(&run, &[at(0), at(1), at(2)]).await.unwrap();
+    let there = store
+        .take_in_hand(&run, &[at(0), at(1), at(2)])
+        .await
+        .unwrap();
     assert_eq!(there, Some(vec![at(0), at(1)]));
     let changed = |n: usize| {
         let (store, old) = (store.clone(), all[n].clone());
@@ -318,7 +321,7 @@ pub async fn what_a_run_may_have_sent_is_nobodys_to_change<H: Harness>() {
     };
     assert_eq!(store.take_out(&all[..2], &NOTE).await.unwrap(), 0);
     assert_eq!((changed(0).await, changed(1).await), (None, None));
-    assert!(changed(3).await.is_some(), "it is beyond");
+    assert!(changed(3).await.is_some(), "it is in nobody's hand");
     let holder = |n: usize| {
         let (store, position) = (store.clone(), at(n));
         async move { store.may_have_sent("billing", position).await.unwrap() }
@@ -328,15 +331,19 @@ pub async fn what_a_run_may_have_sent_is_nobodys_to_change<H: Harness>() {
     let step = RunStep {
         operator: "ann".into(),
         cursor: at(0),
-        reach: at(1),
+        in_hand: vec![at(1)],
         ..RunStep::default()
     };
     assert!(store.settle_run(&run, &step).await.unwrap());
     assert_eq!((holder(0).await, holder(1).await), (None, Some(run.id)));
     let known = store.find_run("billing", run.id).await.unwrap().unwrap();
-    assert_eq!((known.cursor, known.reach), (at(0), at(1)));
+    assert_eq!((known.cursor, known.in_hand), (at(0), vec![at(1)]));
     assert!(store.cancel_run("billing", run.id, "x").await.unwrap());
-    assert_eq!(store.reach(&run, &[at(1)]).await.unwrap(), None, "fenced");
+    assert_eq!(
+        store.take_in_hand(&run, &[at(1)]).await.unwrap(),
+        None,
+        "fenced"
+    );
     assert_eq!(
         holder(1).await,
         Some(run.id),
@@ -351,13 +358,13 @@ pub async fn what_a_run_may_have_sent_is_nobodys_to_change<H: Harness>() {
         .await
         .pop()
         .unwrap();
-    let there = store.reach(&second, &[last.position]).await.unwrap();
+    let there = store.take_in_hand(&second, &[last.position]).await.unwrap();
     assert_eq!(there, Some(vec![last.position]));
     let last = [last];
     assert_eq!(store.take_out(&last, &NOTE).await.unwrap(), 0);
     let step = RunStep {
         cursor: last[0].position,
-        reach: last[0].position,
+        in_hand: Vec::new(),
         ..step
     };
     assert!(store.settle_run(&second, &step).await.unwrap());

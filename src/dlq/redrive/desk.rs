@@ -55,10 +55,10 @@ impl Redrive {
         let detail = format!("by {}: {because}", new.id);
         let letter = Outgoing {
             message: new,
-            // Its attempts and age are those of a new message; why it is here is not.
+            // Its attempts and age are those of a new message, whose effect no inbox can have forgotten; why it is here is not.
             story: Story {
                 redrive_count: 0,
-                first_failed_at: None,
+                first_failed_at: Some(self.clock.now()),
                 ..entry.story.clone()
             },
         };
@@ -185,6 +185,7 @@ impl Redrive {
                 origin,
                 consumer: Some(self.consumer.clone()),
                 reason: Some(Reason::new(Reason::REPROCESS)),
+                first_failed_at: Some(self.clock.now()),
                 ..Story::default()
             },
         };

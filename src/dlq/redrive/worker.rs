@@ -33,6 +33,14 @@ struct Item {
     perhaps: bool,
 }
 
+impl Item {
+    /// One that the broker refuses as it is never was stored; of one that the rules refuse now, nobody knows what an earlier
+    /// process did.
+    const fn may_be_on_its_way(&self) -> bool {
+        self.perhaps && self.ended.is_none()
+    }
+}
+
 enum Ended {
     Confirmed,
     Rejected(String),
@@ -111,7 +119,7 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
             self.desk.clock.sleep(wait).await;
         }
         let mut items = self.judged(letters);
-        self.reach(&mut items).await?;
+        self.take_in_hand(&mut items).await?;
         let trouble = self.send(&mut items).await;
         let step = self.step(&items);
         let row = &self.run.row;
@@ -122,7 +130,8 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
             return Err(self.desk.fenced(row.id).await);
         }
         let row = &mut self.run.row;
-        (row.cursor, row.reach) = (step.cursor, step.reach);
+        row.cursor = step.cursor;
+        row.in_hand = step.in_hand;
         (row.sent, row.refused, row.rejected) = (step.sent, step.refused, step.rejected);
         if !row.proved {
             let sent = |item: Item| match (item.copy, item.ended) {
@@ -147,7 +156,7 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
             });
             Item {
                 // Another process may have sent it before this one took the run.
-                perhaps: entry.position <= self.run.row.reach,
+                perhaps: self.run.row.in_hand.contains(&entry.position),
                 entry,
                 copy,
                 ended: None,
@@ -156,20 +165,21 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
         letters.into_iter().map(item).collect()
     }
 
-    /// Tells before anything is sent how far this run reaches, and lets go of what left meanwhile: from here on nobody
-    /// changes an entry of which a copy may be on its way.
-    async fn reach(&mut self, items: &mut Vec<Item>) -> Result<()> {
+    /// Tells before anything is sent what is about to be, and lets go of what left meanwhile: from here on nobody changes an
+    /// entry of which a copy may be on its way.
+    async fn take_in_hand(&mut self, items: &mut Vec<Item>) -> Result<()> {
         let going = items.iter().filter(|item| item.copy.is_ok());
         let going: Vec<i64> = going.map(|item| item.entry.position).collect();
-        let Some(last) = going.last() else {
+        if going.is_empty() {
             return Ok(());
-        };
+        }
         let row = &self.run.row;
-        let told = self.desk.patiently(|| self.desk.store.reach(row, &going));
+        let told = self
+            .desk
+            .patiently(|| self.desk.store.take_in_hand(row, &going));
         let Some(there) = told.await? else {
             return Err(self.desk.fenced(row.id).await);
         };
-        self.run.row.reach = row.reach.max(*last);
         items.retain(|item| item.copy.is_err() || there.contains(&item.entry.position));
         Ok(())
     }
@@ -228,15 +238,19 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
         let mut step = RunStep {
             operator: self.operator.to_owned(),
             cursor: row.cursor,
-            reach: row.reach,
+            in_hand: row.in_hand.clone(),
             leaving: Vec::with_capacity(items.len()),
             sent: row.sent,
             refused: row.refused,
             rejected: row.rejected,
             proved: row.proved,
         };
+        // Of what an earlier process had in hand beyond this batch nobody knows more than before.
+        let of_batch = |at: &i64| items.iter().any(|item| item.entry.position == *at);
+        step.in_hand.retain(|at| !of_batch(at));
+        let open = items.iter().filter(|item| item.may_be_on_its_way());
+        step.in_hand.extend(open.map(|item| item.entry.position));
         let mut whole = true;
-        let mut reach = None;
         for item in items {
             let (outcome, detail) = match (&item.copy, &item.ended) {
                 (Ok(copy), Some(Ended::Confirmed)) => {
@@ -246,7 +260,6 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
                 (Err(refusal), _) => (LetterOutcome::Refused, refusal.as_str().to_owned()),
                 (Ok(_), None) => {
                     whole = false;
-                    reach = reach.max(item.perhaps.then_some(item.entry.position));
                     continue;
                 }
             };
@@ -262,11 +275,6 @@ impl<'a, F: FnMut(&Run) + Send> Worker<'a, F> {
                 _ => step.refused += 1,
             }
             step.leaving.push(item.entry.leaving(outcome, detail));
-        }
-        // Of what an earlier process had in hand beyond this batch nobody knows more than before.
-        let last = items.last().map_or(0, |item| item.entry.position);
-        if row.reach <= last {
-            step.reach = reach.unwrap_or(step.cursor);
         }
         step
     }

@@ -1,26 +1,24 @@
 //! What an operator does with dead letters: most calls are one statement, and so one transaction.
 
+mod binds;
 mod rows;
 
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
-use sqlx::postgres::PgArguments;
-use sqlx::query::Query;
-use sqlx::{Postgres, Row, SqlStr};
+use sqlx::{Postgres, Row};
 
+use self::binds::{Columns, limit, listed, matching, noted, number};
 use self::rows::{audited, entry, run_row};
 use super::dead_letters::bound;
 use super::{PostgresStore, error, micros, read_message};
 use crate::envelope::Outgoing;
-use crate::error::{Result, cut};
-use crate::message::MessageId;
+use crate::error::Result;
 use crate::store::header_codec::without_nul;
 use crate::store::{
-    Arrival, AuditEntry, LETTERS_MAX, Leaving, LetterEntry, LetterFilter, NewRun, Note,
-    RedriveStore, RunRow, RunState, RunStep, WholeLetter,
+    Arrival, AuditEntry, Leaving, LetterEntry, LetterFilter, NewRun, Note, RedriveStore, RunRow,
+    RunState, RunStep, StoreTransaction, WholeLetter,
 };
-use crate::story::Reason;
 
 const OPERATION: &str = "change dead letters";
 
@@ -119,9 +117,11 @@ impl RedriveStore for PostgresStore {
                 .bind(note.operator.to_owned())
                 .bind(note.verb.to_owned());
             let query = listed(query, leaving);
-            let left = self
-                .relayed(OPERATION, |c| query.execute(c).boxed())
-                .await?;
+            let failed = self.pool_error(OPERATION);
+            let mut transaction = self.alone(note.consumer).await?;
+            let left = query.execute(transaction.connection()).await;
+            let left = left.map_err(&failed)?;
+            transaction.commit().await.map_err(&failed)?;
             Ok(left.rows_affected())
         }
         .boxed()
@@ -135,10 +135,13 @@ impl RedriveStore for PostgresStore {
     ) -> BoxFuture<'a, Result<Option<i64>>> {
         async move {
             let query = bound(&self.sql.redrive.replace, new).bind(old.position);
+            let failed = self.pool_error(OPERATION);
+            let mut transaction = self.alone(note.consumer).await?;
             let row = noted(query, note, old)
-                .fetch_optional(&self.pool)
+                .fetch_optional(transaction.connection())
                 .await
-                .map_err(self.pool_error(OPERATION))?;
+                .map_err(&failed)?;
+            transaction.commit().await.map_err(&failed)?;
             let position = row.map(|row| row.try_get(0)).transpose();
             position.map_err(|e| error::of_statement(OPERATION, e))
         }
@@ -254,29 +257,33 @@ impl RedriveStore for PostgresStore {
         .boxed()
     }
 
-    fn reach<'a>(
+    fn take_in_hand<'a>(
         &'a self,
         run: &'a RunRow,
         positions: &'a [i64],
     ) -> BoxFuture<'a, Result<Option<Vec<i64>>>> {
         async move {
-            let reach = positions.iter().max().copied().unwrap_or(run.cursor);
-            let query = sqlx::query(self.sql.redrive.reach.clone())
+            let failed = self.pool_error(OPERATION);
+            let mut transaction = self.alone(&run.consumer).await?;
+            let fenced = sqlx::query(self.sql.redrive.take_in_hand.clone())
                 .bind(run.id)
                 .bind(run.token)
-                .bind(reach);
-            let fenced = self
-                .relayed("go on with a run", |c| query.execute(c).boxed())
-                .await?;
+                .bind(positions)
+                .execute(transaction.connection())
+                .await
+                .map_err(&failed)?;
             if fenced.rows_affected() == 0 {
+                transaction.rollback().await.map_err(&failed)?;
                 return Ok(None);
             }
-            // A statement of its own: it sees what left before the reach was known.
-            let query = sqlx::query_scalar(self.sql.redrive.there.clone())
-                .bind(positions.to_vec())
-                .bind(run.consumer.clone());
-            let there = self.relayed("go on with a run", |c| query.fetch_all(c).boxed());
-            there.await.map(Some)
+            let there = sqlx::query_scalar(self.sql.redrive.there.clone())
+                .bind(positions)
+                .bind(&run.consumer)
+                .fetch_all(transaction.connection())
+                .await
+                .map_err(&failed)?;
+            transaction.commit().await.map_err(&failed)?;
+            Ok(Some(there))
         }
         .boxed()
     }
@@ -307,7 +314,7 @@ impl RedriveStore for PostgresStore {
                 .bind(outcomes)
                 .bind(details)
                 .bind(step.operator.clone())
-                .bind(step.reach);
+                .bind(step.in_hand.clone());
             let fenced: i64 = self
                 .relayed("settle a redrive", |c| query.fetch_one(c).boxed())
                 .await?;
@@ -399,100 +406,16 @@ impl RedriveStore for PostgresStore {
     }
 }
 
-/// Rows of the audit as arrays.
-#[derive(Default)]
-struct Columns {
-    positions: Vec<i64>,
-    ids: Vec<String>,
-    redrives: Vec<i64>,
-    digests: Vec<Vec<u8>>,
-    outcomes: Vec<String>,
-    details: Vec<String>,
-}
-
-impl Columns {
-    fn of(leaving: &[Leaving]) -> Self {
-        let mut columns = Self::default();
-        for told in leaving {
-            columns.positions.push(told.position);
-            columns
-                .ids
-                .push(without_nul(told.message_id.as_str()).into_owned());
-            columns.redrives.push(i64::from(told.redrive_count));
-            columns.digests.push(told.digest.clone());
-            columns.outcomes.push(told.outcome.as_str().to_owned());
-            columns.details.push(detail(told));
-        }
-        columns
+impl PostgresStore {
+    /// A transaction in which nobody else takes entries of this consumer in hand, or changes them.
+    async fn alone(&self, consumer: &str) -> Result<StoreTransaction<Postgres>> {
+        let failed = self.pool_error(OPERATION);
+        let mut transaction = self.relay_transaction().await.map_err(&failed)?;
+        sqlx::query(self.sql.redrive.lock.clone())
+            .bind(consumer)
+            .execute(transaction.connection())
+            .await
+            .map_err(&failed)?;
+        Ok(transaction)
     }
-}
-
-fn detail(told: &Leaving) -> String {
-    without_nul(cut(&told.detail, 1_024)).into_owned()
-}
-
-/// Binds six arrays.
-fn listed(
-    query: Query<'static, Postgres, PgArguments>,
-    leaving: &[Leaving],
-) -> Query<'static, Postgres, PgArguments> {
-    let columns = Columns::of(leaving);
-    query
-        .bind(columns.positions)
-        .bind(columns.ids)
-        .bind(columns.redrives)
-        .bind(columns.digests)
-        .bind(columns.outcomes)
-        .bind(columns.details)
-}
-
-/// Binds one row of the audit: eight parameters.
-fn noted<'q>(
-    query: Query<'q, Postgres, PgArguments>,
-    note: &Note<'q>,
-    told: &'q Leaving,
-) -> Query<'q, Postgres, PgArguments> {
-    query
-        .bind(note.consumer)
-        .bind(note.operator)
-        .bind(note.verb)
-        .bind(without_nul(told.message_id.as_str()))
-        .bind(i64::from(told.redrive_count))
-        .bind(&told.digest)
-        .bind(told.outcome.as_str())
-        .bind(detail(told))
-}
-
-/// Binds the filter, the range of positions and the number of rows, owned: `$1` to `$13`.
-fn matching(
-    sql: SqlStr,
-    consumer: &str,
-    filter: &LetterFilter,
-    range: (i64, i64),
-    count_max: usize,
-) -> Query<'static, Postgres, PgArguments> {
-    let (after, last) = filter.range(range);
-    let text = |text: &str| text.to_owned();
-    sqlx::query(sql)
-        .bind(consumer.to_owned())
-        .bind(filter.reason.as_ref().map(Reason::as_str).map(text))
-        .bind(filter.event_type.clone())
-        .bind(filter.key.as_ref().map(|key| key.to_vec()))
-        .bind(filter.message_id.as_ref().map(MessageId::as_str).map(text))
-        .bind(filter.stored_from)
-        .bind(filter.stored_until)
-        .bind(i64::from(filter.redrives_min))
-        .bind(i64::from(filter.redrives_max))
-        .bind(filter.error.clone())
-        .bind(after)
-        .bind(last)
-        .bind(limit(count_max))
-}
-
-fn limit(count_max: usize) -> i64 {
-    i64::try_from(count_max.min(LETTERS_MAX)).unwrap_or(i64::MAX)
-}
-
-fn number(count: u64) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }

@@ -39,7 +39,9 @@ impl PostgresStore {
         Ok(Borrowed::new(self.relay_pool().acquire().await?))
     }
 
-    async fn room_transaction(&self) -> Result<StoreTransaction<Postgres>, sqlx::Error> {
+    pub(super) async fn relay_transaction(
+        &self,
+    ) -> Result<StoreTransaction<Postgres>, sqlx::Error> {
         StoreTransaction::begin(self.relay_pool().acquire().await?, None).await
     }
 
@@ -91,7 +93,7 @@ impl PostgresStore {
         if self.borrow().await?.execute(replace).await? > 0 {
             return Ok(());
         }
-        let mut transaction = self.room_transaction().await?;
+        let mut transaction = self.relay_transaction().await?;
         let last = self
             .lock_last(transaction.connection(), consumer, line)
             .await?;
@@ -177,7 +179,7 @@ impl WaitingStore for PostgresStore {
             let Some(line) = waiting.line() else {
                 return Ok(false);
             };
-            let mut transaction = self.room_transaction().await?;
+            let mut transaction = self.relay_transaction().await?;
             let connection = transaction.connection();
             if self.lock_last(connection, consumer, line).await?.is_none() {
                 transaction.rollback().await?;
@@ -262,7 +264,7 @@ impl WaitingStore for PostgresStore {
 
     fn finish(&self, claim: Claim) -> BoxFuture<'_, Result<Finished>> {
         let finish = async move {
-            let mut transaction = self.room_transaction().await?;
+            let mut transaction = self.relay_transaction().await?;
             let gone: Option<(String, Option<Vec<u8>>, Option<i64>)> =
                 sqlx::query_as(self.sql.waiting.finish.clone())
                     .bind(claim.position)
@@ -331,7 +333,7 @@ impl WaitingStore for PostgresStore {
     ) -> BoxFuture<'a, Result<bool>> {
         let release = async move {
             let sql = &self.sql.waiting;
-            let mut transaction = self.room_transaction().await?;
+            let mut transaction = self.relay_transaction().await?;
             // In the order in which a put locks and changes: the last of the line, then its head.
             let connection = transaction.connection();
             let last = self.lock_last(connection, consumer, line).await?;

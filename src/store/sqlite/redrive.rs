@@ -277,7 +277,7 @@ impl RedriveStore for SqliteStore {
         .boxed()
     }
 
-    fn reach<'a>(
+    fn take_in_hand<'a>(
         &'a self,
         run: &'a RunRow,
         positions: &'a [i64],
@@ -285,11 +285,11 @@ impl RedriveStore for SqliteStore {
         async move {
             let failed = self.pool_error("go on with a run");
             let mut transaction = self.begin_immediate("go on with a run").await?;
-            let reach = positions.iter().max().copied().unwrap_or(run.cursor);
-            let fenced = sqlx::query(self.sql.redrive.reach.clone())
+            let positions = numbers(positions);
+            let fenced = sqlx::query(self.sql.redrive.take_in_hand.clone())
                 .bind(run.id)
                 .bind(run.token)
-                .bind(reach)
+                .bind(&positions)
                 .execute(transaction.connection())
                 .await
                 .map_err(&failed)?;
@@ -298,7 +298,7 @@ impl RedriveStore for SqliteStore {
                 return Ok(None);
             }
             let there = sqlx::query_scalar(self.sql.redrive.there.clone())
-                .bind(json(positions.iter().copied().map(Value::from)))
+                .bind(&positions)
                 .bind(&run.consumer)
                 .fetch_all(transaction.connection())
                 .await
@@ -321,7 +321,7 @@ impl RedriveStore for SqliteStore {
                 .bind(number(step.refused))
                 .bind(number(step.rejected))
                 .bind(step.proved)
-                .bind(step.reach)
+                .bind(numbers(&step.in_hand))
                 .execute(transaction.connection())
                 .await
                 .map_err(&failed)?;
@@ -455,6 +455,10 @@ fn matching<'q>(
         .bind(after)
         .bind(last)
         .bind(limit(count_max))
+}
+
+fn numbers(positions: &[i64]) -> String {
+    json(positions.iter().copied().map(Value::from))
 }
 
 fn limit(count_max: usize) -> i64 {

@@ -220,3 +220,64 @@ async fn what_another_process_may_have_sent_is_held_though_this_one_certainly_di
     let discarded = desk(&house).discard("ann", &all, "not wanted").await;
     assert_eq!(discarded.unwrap().in_hand, 1);
 }
+
+#[tokio::test]
+async fn what_was_never_to_be_sent_is_in_nobodys_hand() {
+    let house = House::new().await;
+    open_way_back(&house);
+    let message = |id: &str| Message::new("orders", "Order").with_id(id);
+    let mut looping = Story::default();
+    looping.redrive_count = 9;
+    put(&house, message("m-0"), Story::default()).await;
+    put(&house, message("loop"), looping).await;
+    put(&house, message("m-1"), Story::default()).await;
+    let silent = desk_over(&house, without_word(&house, "m-1", Stored::Unknown));
+    let run = plan(&silent).await.row.id;
+    assert!(silent.run("ann", run, |_| {}).await.is_err());
+    assert!(silent.cancel("ann", run, "enough").await.unwrap());
+    let all = LetterFilter::all();
+    let discarded = desk(&house).discard("ann", &all, "not wanted").await;
+    let discarded = discarded.unwrap();
+    assert_eq!((discarded.count, discarded.in_hand), (1, 1));
+}
+
+#[tokio::test]
+async fn what_may_have_been_sent_is_held_though_the_rules_refuse_it_now() {
+    let house = House::new().await;
+    open_way_back(&house);
+    bury(&house, numbered("a", "m", 2)).await;
+    let silent = desk_over(&house, without_word(&house, "m-1", Stored::Unknown));
+    let run = plan(&silent).await.row.id;
+    assert!(silent.run("ann", run, |_| {}).await.is_err());
+    let strict = RedriveConfig::default().with_redrives_max(0);
+    let done = desk(&house)
+        .with_config(strict)
+        .resume("bea", run, |_| {})
+        .await;
+    assert_eq!(done.unwrap().row.state, RunState::Done);
+    let all = LetterFilter::all();
+    let discarded = desk(&house).discard("ann", &all, "not wanted").await;
+    assert_eq!(discarded.unwrap().in_hand, 1);
+    // It goes as it is.
+    assert_eq!(run_all(&desk(&house)).await.row.sent, 1);
+}
+
+#[tokio::test]
+async fn an_old_message_that_is_edited_or_entered_again_is_no_old_letter() {
+    let house = House::new().await;
+    open_way_back(&house);
+    let mut old = Message::new("orders", "Order").with_id("m-1");
+    old.occurred_at -= Duration::from_secs(40 * 86_400);
+    bury(&house, [old.clone()]).await;
+    let desk = desk(&house);
+    assert_eq!(plan(&desk).await.would.send, 0);
+    let entry = desk
+        .list(&LetterFilter::all(), 0, 1)
+        .await
+        .unwrap()
+        .remove(0);
+    let edited = desk.edit("ann", entry.position, "a wrong price", |_| {});
+    edited.await.unwrap();
+    desk.reprocess("ann", &old, "again").await.unwrap();
+    assert_eq!(plan(&desk).await.would.send, 2);
+}

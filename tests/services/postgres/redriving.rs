@@ -61,7 +61,7 @@ async fn a_letter_that_leaves_while_it_arrives_again_is_not_taken_in() {
 }
 
 #[tokio::test]
-async fn an_edit_waits_for_a_run_that_just_reaches_its_entry() {
+async fn an_edit_waits_for_a_run_that_just_takes_its_entry_in_hand() {
     let h = Postgres::start().await;
     h.store.put(&letter("a")).await.unwrap();
     let leaving = entry(&h).await;
@@ -75,14 +75,16 @@ async fn an_edit_waits_for_a_run_that_just_reaches_its_entry() {
     let planned = [RunState::Planned];
     h.store.take_run("billing", run.id, &planned).await.unwrap();
     let mut other = h.pool().begin().await.unwrap();
-    sqlx::query("UPDATE relaybox_redrive_run SET reach = $1")
+    let alone = "SELECT pg_advisory_xact_lock(hashtextextended('relaybox redrive billing', 0))";
+    sqlx::query(alone).execute(&mut *other).await.unwrap();
+    let (store, old) = (h.store.clone(), leaving.clone());
+    let edit = tokio::spawn(async move { store.replace(&old, &letter("b"), &NOTE).await });
+    h.blocked().await;
+    sqlx::query("UPDATE relaybox_redrive_run SET in_hand = ARRAY[$1]")
         .bind(leaving.position)
         .execute(&mut *other)
         .await
         .unwrap();
-    let (store, old) = (h.store.clone(), leaving.clone());
-    let edit = tokio::spawn(async move { store.replace(&old, &letter("b"), &NOTE).await });
-    h.blocked().await;
     other.commit().await.unwrap();
     assert_eq!(edit.await.unwrap().unwrap(), None);
     assert_eq!(entry(&h).await, leaving);

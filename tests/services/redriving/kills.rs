@@ -77,8 +77,8 @@ async fn a_mover_that_dies_at_any_point_loses_and_doubles_nothing(product: Produ
     let points = [
         ("take:1", 0),
         ("taken:1", 0),
-        ("reach:2", 4),
-        ("reached:2", 4),
+        ("hand:2", 4),
+        ("handed:2", 4),
         ("publish:2", 4),
         ("published:2", 4),
         ("settle:2", 4),

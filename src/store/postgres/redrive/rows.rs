@@ -73,7 +73,7 @@ pub(super) fn run_row(row: &PgRow) -> Result<RunRow> {
             error: row.try_get(12)?,
             planned_at: row.try_get(13)?,
             changed_at: row.try_get(14)?,
-            reach: row.try_get(15)?,
+            in_hand: row.try_get(15)?,
         };
         Ok((run, row.try_get(5)?))
     };

@@ -13,6 +13,7 @@ pub(in super::super) struct RedriveSql {
     pub entries: ByFilter,
     pub letters: ByFilter,
     pub last: SqlStr,
+    pub lock: SqlStr,
     pub take_out: SqlStr,
     pub replace: SqlStr,
     pub may_have_sent: SqlStr,
@@ -22,7 +23,7 @@ pub(in super::super) struct RedriveSql {
     pub find_run: SqlStr,
     pub runs: SqlStr,
     pub take_run: SqlStr,
-    pub reach: SqlStr,
+    pub take_in_hand: SqlStr,
     pub there: SqlStr,
     pub settle: SqlStr,
     pub end_run: SqlStr,
@@ -37,7 +38,7 @@ const ENTRY: &str = "d.position, d.consumer, d.message_id, d.event_type, d.key, 
     d.retry_count, d.first_failed_at, d.last_failed_at, d.last_error, d.origin_topic, d.origin_partition, \
     d.origin_offset, d.digest, d.size, d.stored_at, d.owner, d.note, d.occurred_at";
 const RUN: &str = "id, consumer, operator, plan, end_position, state, cursor, token, sent, refused, rejected, proved, \
-    error, planned_at, changed_at, reach";
+    error, planned_at, changed_at, in_hand";
 const MATCHES: &str = "d.consumer = $1 AND ($2::text IS NULL OR d.reason = $2) \
     AND ($3::text IS NULL OR d.event_type = $3) AND ($4::bytea IS NULL OR d.key = $4) \
     AND ($5::text IS NULL OR d.message_id = $5) AND ($6::timestamptz IS NULL OR d.stored_at >= $6) \
@@ -59,13 +60,6 @@ pub(super) fn put(t: &str, around: &str) -> String {
             owner, note) \
          SELECT $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23 \
          FROM durable"
-    )
-}
-
-/// Runs that may have sent something that nobody knows of yet. Locked, so that none of them reaches further meanwhile.
-fn locked_runs(t: &str, consumer: &str) -> String {
-    format!(
-        "runs AS (SELECT cursor, reach FROM {t}redrive_run WHERE consumer = {consumer} AND state <> 'done' FOR SHARE)"
     )
 }
 
@@ -102,7 +96,9 @@ impl RedriveSql {
             .map(|column| format!("d.{}", column.trim()))
             .collect::<Vec<_>>()
             .join(", ");
-        let in_no_hand = "NOT EXISTS (SELECT 1 FROM runs r WHERE r.cursor < d.position AND d.position <= r.reach)";
+        let in_no_hand = format!(
+            "NOT EXISTS (SELECT 1 FROM {t}redrive_run r WHERE r.consumer = d.consumer AND d.position = ANY (r.in_hand))"
+        );
         let has_left = format!(
             "EXISTS (SELECT 1 FROM {t}redrive_audit WHERE consumer = $1 AND message_id = $11 AND redrive_count = $2 \
                 AND digest = $21 AND {LEFT})"
@@ -136,18 +132,21 @@ impl RedriveSql {
             last: safe(format!(
                 "SELECT coalesce(max(position), 0) FROM {t}dead_letter"
             )),
+            // Whoever takes entries in hand or changes them does it alone, and sees in the next statement what was done before.
+            lock: safe(
+                "SELECT pg_advisory_xact_lock(hashtextextended('relaybox redrive ' || $1, 0))"
+                    .to_owned(),
+            ),
             take_out: safe(format!(
                 "WITH told AS ( \
                     SELECT * FROM unnest($4::bigint[], $5::text[], $6::bigint[], $7::bytea[], $8::text[], $9::text[]) \
                         AS l(position, message_id, redrive_count, digest, outcome, detail)), \
-                 {runs}, \
                  gone AS ( \
                     DELETE FROM {t}dead_letter d WHERE d.position = ANY ($4) AND d.consumer = $1 AND {in_no_hand} \
                     RETURNING d.position) \
                  INSERT INTO {t}redrive_audit ({AUDIT}) \
                  SELECT NULL, $1, $2, $3, message_id, redrive_count, digest, outcome, detail \
-                 FROM told JOIN gone USING (position) ORDER BY position",
-                runs = locked_runs(t, "$1")
+                 FROM told JOIN gone USING (position) ORDER BY position"
             )),
             replace: safe(format!(
                 "{} WHERE EXISTS (SELECT 1 FROM gone) RETURNING position), \
@@ -158,15 +157,13 @@ impl RedriveSql {
                 put(
                     t,
                     &format!(
-                        ", {}, gone AS (DELETE FROM {t}dead_letter d WHERE d.position = $24 AND d.consumer = $25 \
-                            AND {in_no_hand} RETURNING d.position), stored AS (",
-                        locked_runs(t, "$25")
+                        ", gone AS (DELETE FROM {t}dead_letter d WHERE d.position = $24 AND d.consumer = $25 \
+                            AND {in_no_hand} RETURNING d.position), stored AS ("
                     )
                 )
             )),
             may_have_sent: safe(format!(
-                "SELECT id FROM {t}redrive_run WHERE consumer = $1 AND state <> 'done' AND cursor < $2 AND $2 <= reach \
-                 ORDER BY id LIMIT 1"
+                "SELECT id FROM {t}redrive_run WHERE consumer = $1 AND $2 = ANY (in_hand) ORDER BY id LIMIT 1"
             )),
             enter: safe(format!(
                 "{} ON CONFLICT DO NOTHING RETURNING position), \
@@ -195,8 +192,9 @@ impl RedriveSql {
                     token = greatest(token + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) \
                  WHERE consumer = $1 AND id = $2 AND state = ANY ($3::text[]) RETURNING {RUN}"
             )),
-            reach: safe(format!(
-                "UPDATE {t}redrive_run SET reach = greatest(reach, $3), changed_at = clock_timestamp() \
+            take_in_hand: safe(format!(
+                "UPDATE {t}redrive_run SET in_hand = ARRAY(SELECT DISTINCT unnest(in_hand || $3::bigint[])), \
+                    changed_at = clock_timestamp() \
                  WHERE id = $1 AND token = $2 AND state = 'running'"
             )),
             there: safe(format!(
@@ -206,7 +204,7 @@ impl RedriveSql {
             settle: safe(format!(
                 "WITH fenced AS ( \
                     UPDATE {t}redrive_run SET cursor = $3, sent = $4, refused = $5, rejected = $6, proved = $7, \
-                        reach = $15, changed_at = clock_timestamp() \
+                        in_hand = $15, changed_at = clock_timestamp() \
                     WHERE id = $1 AND token = $2 AND state = 'running' RETURNING consumer), \
                  told AS ( \
                     SELECT * FROM unnest($8::bigint[], $9::text[], $10::bigint[], $11::bytea[], $12::text[], $13::text[]) \

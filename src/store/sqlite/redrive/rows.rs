@@ -82,7 +82,7 @@ pub(super) fn run_row(row: &SqliteRow) -> Result<RunRow> {
             error: row.try_get(12)?,
             planned_at: time::OffsetDateTime::UNIX_EPOCH,
             changed_at: time::OffsetDateTime::UNIX_EPOCH,
-            reach: row.try_get(15)?,
+            in_hand: positions(row.try_get(15)?),
         };
         Ok((run, row.try_get(5)?, [row.try_get(13)?, row.try_get(14)?]))
     };
@@ -116,4 +116,9 @@ pub(super) fn audited(row: &SqliteRow) -> Result<AuditEntry> {
     let (mut entry, at) = read().map_err(|e| error::of_statement("read audit", e))?;
     entry.at = instant(at)?;
     Ok(entry)
+}
+
+/// Of a JSON array. What cannot be read holds nothing.
+fn positions(json: &str) -> Vec<i64> {
+    serde_json::from_str(json).unwrap_or_default()
 }

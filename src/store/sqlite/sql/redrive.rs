@@ -21,7 +21,7 @@ pub(in super::super) struct RedriveSql {
     pub find_run: SqlStr,
     pub runs: SqlStr,
     pub take_run: SqlStr,
-    pub reach: SqlStr,
+    pub take_in_hand: SqlStr,
     pub there: SqlStr,
     pub advance: SqlStr,
     pub end_run: SqlStr,
@@ -36,7 +36,7 @@ const ENTRY: &str = "d.position, d.consumer, d.message_id, d.event_type, d.key, 
     d.retry_count, d.first_failed_at, d.last_failed_at, d.last_error, d.origin_topic, d.origin_partition, \
     d.origin_offset, d.digest, d.size, d.stored_at, d.owner, d.note, d.occurred_at";
 const RUN: &str = "id, consumer, operator, plan, end_position, state, cursor, token, sent, refused, rejected, proved, \
-    error, planned_at, changed_at, reach";
+    error, planned_at, changed_at, in_hand";
 const MATCHES: &str = "d.consumer = ?1 AND (?2 IS NULL OR d.reason = ?2) AND (?3 IS NULL OR d.event_type = ?3) \
     AND (?4 IS NULL OR d.key = ?4) AND (?5 IS NULL OR d.message_id = ?5) AND (?6 IS NULL OR d.stored_at >= ?6) \
     AND (?7 IS NULL OR d.stored_at < ?7) AND d.redrive_count >= ?8 AND d.redrive_count <= ?9 \
@@ -101,8 +101,8 @@ impl RedriveSql {
                 "DELETE FROM {t}dead_letter WHERE position = ?1 AND consumer = ?2"
             )),
             may_have_sent: safe(format!(
-                "SELECT id FROM {t}redrive_run WHERE consumer = ?1 AND state <> 'done' AND cursor < ?2 AND ?2 <= reach \
-                 ORDER BY id LIMIT 1"
+                "SELECT id FROM {t}redrive_run WHERE consumer = ?1 \
+                    AND EXISTS (SELECT 1 FROM json_each(in_hand) WHERE value = ?2) ORDER BY id LIMIT 1"
             )),
             insert: safe(format!("{} RETURNING position", put(t))),
             entered: safe(format!(
@@ -132,8 +132,9 @@ impl RedriveSql {
                     changed_at = {NOW} \
                  WHERE consumer = ?1 AND id = ?2 AND state IN (SELECT value FROM json_each(?3)) RETURNING {RUN}"
             )),
-            reach: safe(format!(
-                "UPDATE {t}redrive_run SET reach = max(reach, ?3), changed_at = {NOW} \
+            take_in_hand: safe(format!(
+                "UPDATE {t}redrive_run SET changed_at = {NOW}, in_hand = (SELECT json_group_array(value) FROM ( \
+                    SELECT value FROM json_each(in_hand) UNION SELECT value FROM json_each(?3))) \
                  WHERE id = ?1 AND token = ?2 AND state = 'running'"
             )),
             there: safe(format!(
@@ -141,7 +142,7 @@ impl RedriveSql {
             )),
             advance: safe(format!(
                 "UPDATE {t}redrive_run SET cursor = ?3, sent = ?4, refused = ?5, rejected = ?6, proved = ?7, \
-                    reach = ?8, changed_at = {NOW} WHERE id = ?1 AND token = ?2 AND state = 'running'"
+                    in_hand = ?8, changed_at = {NOW} WHERE id = ?1 AND token = ?2 AND state = 'running'"
             )),
             end_run: safe(format!(
                 "UPDATE {t}redrive_run SET state = ?3, error = ?4, changed_at = {NOW} \
