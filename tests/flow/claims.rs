@@ -78,7 +78,7 @@ async fn a_message_in_work_elsewhere_keeps_its_place_while_the_room_refuses_it()
     let consumer = Consumer::new("billing", "orders", house.broker.clone(), inbox)
         .with_ladder(fixed(10, 2).by_key(DeadHead::Skip))
         .with_waiting_room(house.store.clone())
-        .with_config(quick());
+        .with_config(quick().with_concurrency(1));
     let probe = consumer.probe();
     let handler = handler_fn(log.clone(), obey);
     let consumer = Running::start(|stop| consumer.run_until(handler, stop));
@@ -89,8 +89,12 @@ async fn a_message_in_work_elsewhere_keeps_its_place_while_the_room_refuses_it()
         reasons.iter().any(refused) || went_on().await
     })
     .await;
+    // It waits for the room and occupies no handler, of which there is one.
+    house.publish(&[message("j", 0, "ok")]).await;
+    eventually(DEADLINE, "another key goes on", async || went_on().await).await;
+    assert_eq!(house.effects("billing").await, ["j-0"]);
     execute("DROP TRIGGER refuse").await;
-    house.handled(2).await;
+    house.handled(3).await;
     consumer.stop().await.unwrap();
     assert_eq!(log.of("k"), ["k-0", "k-1"]);
 }
