@@ -145,6 +145,11 @@ impl Subscriber for Small {
         Box::pin(async move { backlog.ok_or_else(|| missing("lag", &[&source.into()])) })
     }
 
+    /// Nobody but a subscription moves what waits on a rung.
+    fn destinations<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>>> {
+        Box::pin(async move { Ok(self.0.named(prefix)) })
+    }
+
     /// What is acknowledged stays away: a place on the shelf is never put back.
     fn retention<'a>(&'a self, source: &'a str) -> BoxFuture<'a, Result<Retention>> {
         let found = self.find("retention", [&source.to_owned()]);

@@ -66,6 +66,16 @@ impl Shelf {
         self.lock().topics.contains_key(topic)
     }
 
+    /// Topics that begin with this, sorted.
+    pub fn named(&self, prefix: &str) -> Vec<String> {
+        let state = self.lock();
+        let names = state.topics.keys();
+        names
+            .filter(|name| name.starts_with(prefix))
+            .cloned()
+            .collect()
+    }
+
     /// Whether the topic was there.
     pub fn put(&self, message: &Outgoing) -> bool {
         let mut state = self.lock();
