@@ -138,6 +138,17 @@ pub(super) async fn a_released_delivery_comes_again_after_its_delay(fixture: &dy
     assert!(waited >= DELAY, "came after {waited:?}");
 }
 
+/// A copy that waits on a rung.
+fn waiting(rung: &Rung, consumer: &str, number: usize) -> Outgoing {
+    let Outgoing { message, .. } = numbered(&rung.destination, "a", number);
+    let story = Story {
+        consumer: Some(consumer.to_owned()),
+        ..Story::default()
+    };
+    let story = story.due(message.occurred_at + rung.delay);
+    Outgoing { message, story }
+}
+
 /// Subscription rule 3: a long rung does not keep a short one or the source waiting.
 pub(super) async fn a_rung_is_never_early_and_blocks_nobody(fixture: &dyn Fixture) {
     let source = fixture.topic(1).await;
@@ -156,15 +167,7 @@ pub(super) async fn a_rung_is_never_early_and_blocks_nobody(fixture: &dyn Fixtur
     let first = receive_count(&mut *subscription, 1).await.remove(0);
     acknowledge(first).await;
 
-    let waiting = |rung: &Rung, n| {
-        let Outgoing { message, .. } = numbered(&rung.destination, "a", n);
-        let story = Story {
-            consumer: Some(consumer.clone()),
-            ..Story::default()
-        };
-        let story = story.due(message.occurred_at + rung.delay);
-        Outgoing { message, story }
-    };
+    let waiting = |rung, n| waiting(rung, &consumer, n);
     let batch = [
         waiting(&long, 3),
         waiting(&short, 1),
@@ -208,13 +211,7 @@ pub(super) async fn a_rung_that_nobody_reads_is_named_or_comes_back_by_itself(
         assert_eq!(named, [rung.destination]);
         return;
     }
-    let Outgoing { message, .. } = numbered(&rung.destination, "a", 1);
-    let story = Story {
-        consumer: Some(consumer.clone()),
-        ..Story::default()
-    };
-    let story = story.due(message.occurred_at + rung.delay);
-    publish_all(&*fixture.publisher(), &[Outgoing { message, story }]).await;
+    publish_all(&*fixture.publisher(), &[waiting(&rung, &consumer, 1)]).await;
     let mut subscription = subscribe(fixture, plain()).await;
     let back = receive_count(&mut *subscription, 1).await;
     assert_eq!(numbers(&back), [1]);
