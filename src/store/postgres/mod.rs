@@ -30,6 +30,7 @@ mod waiting;
 mod wake_up;
 
 use std::fmt;
+use std::future::Future;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -37,14 +38,14 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgRow};
-use sqlx::{PgConnection, Row};
+use sqlx::{PgConnection, Postgres, Row};
 use time::OffsetDateTime;
 
 pub use self::horizon::{HolderKind, Horizon, HorizonHolder, TableRows};
 use self::sql::Sql;
 pub use self::statement::Statement;
 use self::wake_up::Window;
-use super::{Prefix, header_codec};
+use super::{Prefix, StoreTransaction, header_codec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Message;
 
@@ -291,6 +292,22 @@ impl PostgresStore {
         statement: impl for<'c> FnOnce(&'c mut PgConnection) -> BoxFuture<'c, Result<T, sqlx::Error>>,
     ) -> Result<T> {
         bounded(self.relay_pool(), operation, STATEMENT_TIMEOUT, statement).await
+    }
+
+    /// Runs several statements of one piece of work on the relay's pool, together at most for as long as one may take.
+    async fn relayed_together<T>(
+        &self,
+        operation: &'static str,
+        work: impl Future<Output = Result<T, sqlx::Error>> + Send,
+    ) -> Result<T> {
+        let answer = tokio::time::timeout(STATEMENT_TIMEOUT, work).await;
+        let pool = self.relay_pool();
+        let answer = answer.map_err(|_| error::of_silence(operation, pool, STATEMENT_TIMEOUT))?;
+        answer.map_err(|e| error::of_pool(operation, pool, e))
+    }
+
+    async fn relay_transaction(&self) -> Result<StoreTransaction<Postgres>, sqlx::Error> {
+        StoreTransaction::begin(self.relay_pool().acquire().await?, None).await
     }
 
     fn pool_error(&self, operation: &'static str) -> impl Fn(sqlx::Error) -> Error {

@@ -111,20 +111,18 @@ impl RedriveStore for PostgresStore {
         leaving: &'a [Leaving],
         note: &'a Note<'a>,
     ) -> BoxFuture<'a, Result<u64>> {
-        async move {
+        let take_out = async move {
             let query = sqlx::query(self.sql.redrive.take_out.clone())
                 .bind(note.consumer.to_owned())
                 .bind(note.operator.to_owned())
                 .bind(note.verb.to_owned());
             let query = listed(query, leaving);
-            let failed = self.pool_error(OPERATION);
             let mut transaction = self.alone(note.consumer).await?;
-            let left = query.execute(transaction.connection()).await;
-            let left = left.map_err(&failed)?;
-            transaction.commit().await.map_err(&failed)?;
+            let left = query.execute(transaction.connection()).await?;
+            transaction.commit().await?;
             Ok(left.rows_affected())
-        }
-        .boxed()
+        };
+        self.relayed_together(OPERATION, take_out).boxed()
     }
 
     fn replace<'a>(
@@ -133,19 +131,16 @@ impl RedriveStore for PostgresStore {
         new: &'a Outgoing,
         note: &'a Note<'a>,
     ) -> BoxFuture<'a, Result<Option<i64>>> {
-        async move {
+        let replace = async move {
             let query = bound(&self.sql.redrive.replace, new).bind(old.position);
-            let failed = self.pool_error(OPERATION);
             let mut transaction = self.alone(note.consumer).await?;
             let row = noted(query, note, old)
                 .fetch_optional(transaction.connection())
-                .await
-                .map_err(&failed)?;
-            transaction.commit().await.map_err(&failed)?;
-            let position = row.map(|row| row.try_get(0)).transpose();
-            position.map_err(|e| error::of_statement(OPERATION, e))
-        }
-        .boxed()
+                .await?;
+            transaction.commit().await?;
+            row.map(|row| row.try_get(0)).transpose()
+        };
+        self.relayed_together(OPERATION, replace).boxed()
     }
 
     fn may_have_sent<'a>(
@@ -262,30 +257,27 @@ impl RedriveStore for PostgresStore {
         run: &'a RunRow,
         positions: &'a [i64],
     ) -> BoxFuture<'a, Result<Option<Vec<i64>>>> {
-        async move {
-            let failed = self.pool_error(OPERATION);
+        let take_in_hand = async move {
             let mut transaction = self.alone(&run.consumer).await?;
             let fenced = sqlx::query(self.sql.redrive.take_in_hand.clone())
                 .bind(run.id)
                 .bind(run.token)
                 .bind(positions)
                 .execute(transaction.connection())
-                .await
-                .map_err(&failed)?;
+                .await?;
             if fenced.rows_affected() == 0 {
-                transaction.rollback().await.map_err(&failed)?;
+                transaction.rollback().await?;
                 return Ok(None);
             }
             let there = sqlx::query_scalar(self.sql.redrive.there.clone())
                 .bind(positions)
                 .bind(&run.consumer)
                 .fetch_all(transaction.connection())
-                .await
-                .map_err(&failed)?;
-            transaction.commit().await.map_err(&failed)?;
+                .await?;
+            transaction.commit().await?;
             Ok(Some(there))
-        }
-        .boxed()
+        };
+        self.relayed_together(OPERATION, take_in_hand).boxed()
     }
 
     fn settle_run<'a>(&'a self, run: &'a RunRow, step: &'a RunStep) -> BoxFuture<'a, Result<bool>> {
@@ -408,14 +400,12 @@ impl RedriveStore for PostgresStore {
 
 impl PostgresStore {
     /// A transaction in which nobody else takes entries of this consumer in hand, or changes them.
-    async fn alone(&self, consumer: &str) -> Result<StoreTransaction<Postgres>> {
-        let failed = self.pool_error(OPERATION);
-        let mut transaction = self.relay_transaction().await.map_err(&failed)?;
+    async fn alone(&self, consumer: &str) -> Result<StoreTransaction<Postgres>, sqlx::Error> {
+        let mut transaction = self.relay_transaction().await?;
         sqlx::query(self.sql.redrive.lock.clone())
             .bind(consumer)
             .execute(transaction.connection())
-            .await
-            .map_err(&failed)?;
+            .await?;
         Ok(transaction)
     }
 }

@@ -4,45 +4,26 @@
 mod borrowed;
 mod rows;
 
-use std::future::Future;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
 use sqlx::postgres::PgRow;
-use sqlx::{PgConnection, Postgres, Row};
+use sqlx::{PgConnection, Row};
 
 use self::borrowed::Borrowed;
 use self::rows::{both, bound, duration, read_claimed, read_entry, read_story, with_message};
-use super::{ACQUIRE_TIMEOUT, PostgresStore, STATEMENT_TIMEOUT, bounded, error, micros};
+use super::{ACQUIRE_TIMEOUT, PostgresStore, bounded, error, micros};
 use crate::error::Result;
 use crate::store::header_codec::without_nul;
 use crate::store::{
-    Claim, Claims, Finished, Line, Noted, ReleaseAs, StoreTransaction, Waiting, WaitingEntry,
-    WaitingState, WaitingStore,
+    Claim, Claims, Finished, Line, Noted, ReleaseAs, Waiting, WaitingEntry, WaitingState,
+    WaitingStore,
 };
 use crate::story::Reason;
 
 impl PostgresStore {
-    /// Runs work of the waiting room, at most for as long as a statement may take.
-    async fn in_room<T>(
-        &self,
-        operation: &'static str,
-        work: impl Future<Output = Result<T, sqlx::Error>> + Send,
-    ) -> Result<T> {
-        let answer = tokio::time::timeout(STATEMENT_TIMEOUT, work).await;
-        let pool = self.relay_pool();
-        let answer = answer.map_err(|_| error::of_silence(operation, pool, STATEMENT_TIMEOUT))?;
-        answer.map_err(|e| error::of_pool(operation, pool, e))
-    }
-
     async fn borrow(&self) -> Result<Borrowed, sqlx::Error> {
         Ok(Borrowed::new(self.relay_pool().acquire().await?))
-    }
-
-    pub(super) async fn relay_transaction(
-        &self,
-    ) -> Result<StoreTransaction<Postgres>, sqlx::Error> {
-        StoreTransaction::begin(self.relay_pool().acquire().await?, None).await
     }
 
     /// Locks the last of a line, so that it does not end unseen. Whether there is one.
@@ -146,7 +127,7 @@ impl WaitingStore for PostgresStore {
             let insert = with_message(insert, waiting, None);
             self.borrow().await?.execute(insert).await.map(drop)
         };
-        self.in_room("put waiting", put).boxed()
+        self.relayed_together("put waiting", put).boxed()
     }
 
     fn occupied<'a>(
@@ -194,7 +175,7 @@ impl WaitingStore for PostgresStore {
             transaction.commit().await?;
             Ok(true)
         };
-        self.in_room("follow", follow).boxed()
+        self.relayed_together("follow", follow).boxed()
     }
 
     fn claim<'a>(
@@ -285,7 +266,7 @@ impl WaitingStore for PostgresStore {
             transaction.commit().await?;
             Ok(finished)
         };
-        self.in_room("finish", finish).boxed()
+        self.relayed_together("finish", finish).boxed()
     }
 
     fn park(&self, claim: Claim) -> BoxFuture<'_, Result<bool>> {
@@ -322,7 +303,7 @@ impl WaitingStore for PostgresStore {
             };
             self.borrow().await?.execute(query).await.map(drop)
         };
-        self.in_room("hold", hold).boxed()
+        self.relayed_together("hold", hold).boxed()
     }
 
     fn release<'a>(
@@ -367,7 +348,7 @@ impl WaitingStore for PostgresStore {
             transaction.commit().await?;
             Ok(held.is_some() || promoted)
         };
-        self.in_room("release", release).boxed()
+        self.relayed_together("release", release).boxed()
     }
 
     fn note<'a>(
@@ -383,7 +364,7 @@ impl WaitingStore for PostgresStore {
             let note = with_message(note, waiting, None);
             self.borrow().await?.execute(note).await.map(drop)
         };
-        self.in_room("note", note).boxed()
+        self.relayed_together("note", note).boxed()
     }
 
     fn recall<'a>(
